@@ -1,0 +1,82 @@
+"""Registration of ops: the only place that touches `torch.library`.
+
+Every op of namespace `echo` returns nothing and mutates the tensors its schema marks, so one static
+check of shapes, dtypes and strides is at once the fake implementation and the first thing the real
+ones do. `torch.library.Library` (define, impl, register_fake) is used rather than `custom_op`
+because a call through it costs a fraction of the host time.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from echokernels._target import INTERPRETED
+
+_library = torch.library.Library("echo", "DEF")
+
+
+@dataclass(frozen=True)
+class Op:
+    """One registered op. `triton`, `reference` and `check` take the schema's arguments in its
+    order."""
+
+    name: str
+    schema: str
+    check: Callable[..., None]
+    triton: Callable[..., None]
+    reference: Callable[..., None]
+
+
+OPS: dict[str, Op] = {}
+
+
+def define_op(
+    schema: str,
+    *,
+    check: Callable[..., None],
+    triton: Callable[..., None],
+    reference: Callable[..., None],
+) -> Callable[..., None]:
+    """Registers `torch.ops.echo.<name>` and returns its overload.
+
+    CUDA tensors get `triton`, the launcher; CPU tensors get `reference`, the plain PyTorch form, or
+    the launcher itself under `TRITON_INTERPRET=1`. `check` reads metadata only (it also runs on
+    fake tensors) and raises ValueError or TypeError. The op raises ValueError when gradients are
+    enabled and an input requires them: there is no backward.
+    """
+    name = schema[: schema.index("(")]
+    op = Op(name, schema, check, triton, reference)
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, _checked(op, triton), "CUDA")
+    _library.impl(name, _checked(op, triton if INTERPRETED else reference), "CPU")
+    torch.library.register_fake(f"echo::{name}", _checked(op, _nothing), lib=_library)
+    OPS[name] = op
+    return getattr(torch.ops.echo, name).default
+
+
+def _checked(op: Op, run: Callable[..., None]) -> Callable[..., None]:
+    check = op.check
+
+    def call(*args: Any) -> None:
+        if torch.is_grad_enabled():
+            _refuse_gradients(op, args)
+        check(*args)
+        run(*args)
+
+    return call
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+def _refuse_gradients(op: Op, args: tuple[Any, ...]) -> None:
+    for index, value in enumerate(args):
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            argument = getattr(torch.ops.echo, op.name).default._schema.arguments[index].name
+            raise ValueError(
+                f"{op.name}: {argument}.requires_grad is True, must be False: "
+                "the op has no backward; call it under torch.no_grad() or torch.inference_mode()"
+            )

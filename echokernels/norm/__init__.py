@@ -1,0 +1,1 @@
+"""Normalisation ops: RMSNorm, plain and fused with the residual addition."""

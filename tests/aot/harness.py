@@ -1,0 +1,111 @@
+"""Compiles what an op would launch, for a GPU that is not there.
+
+The op's own launcher runs on meta tensors (shapes and dtypes without memory) with the target
+assumed; each launch it would make is caught and its kernel compiled with the same arguments. So the
+tests cover exactly the shipped configurations.
+"""
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from echokernels import _launch
+from echokernels._library import OPS
+from echokernels._target import KNOWN_TARGETS, Target, assume
+
+TARGETS = tuple(KNOWN_TARGETS)
+_POINTERS = {
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+def compile_op(op: str, target_name: str, *args: Any) -> list[Any]:
+    """The kernels that `torch.ops.echo.<op>(*args)` would launch on the target, compiled. `args`
+    hold meta tensors."""
+    target = KNOWN_TARGETS[target_name]
+    compiled: list[Any] = []
+
+    def compile_instead(kernel: Any, _grid: Any, values: Any, options: dict[str, Any]) -> None:
+        compiled.append(_compile(kernel, values, options, target))
+
+    OPS[op].check(*args)
+    with mock.patch.object(_launch, "_run", compile_instead), assume(target):
+        OPS[op].triton(*args)
+    assert compiled, f"{op} launched nothing for these arguments"
+    for kernel in compiled:
+        assert kernel.metadata.shared <= target.shared_memory, (
+            f"{op}: {kernel.metadata.shared} B shared"
+        )
+    return compiled
+
+
+def _compile(kernel: Any, values: tuple[Any, ...], options: dict[str, Any], target: Target) -> Any:
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    given = dict(zip(kernel.arg_names, values, strict=False)) | {
+        name: value for name, value in options.items() if name in kernel.arg_names
+    }
+    for index, parameter in enumerate(kernel.params):
+        value = given[parameter.name]
+        if parameter.is_constexpr or value is None:
+            signature[parameter.name] = "constexpr"
+            constants[index,] = value
+            continue
+        signature[parameter.name] = _type(value)
+        if _divisible(value) and not parameter.do_not_specialize:
+            attributes[index,] = [["tt.divisibility", 16]]
+    compiler_options = {k: v for k, v in options.items() if k not in kernel.arg_names}
+    source = ASTSource(kernel, signature, constants, attributes)
+    gpu = GPUTarget(target.backend, target.arch, target.warp_size)
+    return triton.compile(source, target=gpu, options=compiler_options)
+
+
+def _type(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return _POINTERS[value.dtype]
+    if isinstance(value, bool):
+        return "i1"
+    if isinstance(value, int):
+        return "i32" if -(2**31) <= value < 2**31 else "i64"
+    assert isinstance(value, float), f"no type for {value!r}"
+    return "fp32"
+
+
+def _divisible(value: Any) -> bool:
+    # PyTorch's allocations are aligned to more than 16 bytes.
+    return isinstance(value, torch.Tensor) or (
+        isinstance(value, int) and not isinstance(value, bool) and value % 16 == 0
+    )
+
+
+def local_memory(kernel: Any) -> int:
+    """Bytes of stack and local memory a thread of a CUDA kernel uses: spills and arrays that did
+    not fit registers."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [str(tool), "--dump-resource-usage", file.name]
+        report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    sizes = re.findall(r"(?:STACK|LOCAL):(\d+)", report)
+    assert sizes, f"no resource usage in: {report}"
+    return sum(map(int, sizes))
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
