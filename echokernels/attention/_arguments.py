@@ -1,0 +1,107 @@
+"""Checks that the attention ops share."""
+
+import torch
+
+from echokernels._checks import (
+    FLOATS,
+    INDEX,
+    check_absent,
+    check_dim,
+    check_dtype,
+    check_last_contiguous,
+    check_range,
+    check_same_device,
+    check_shape,
+)
+
+MAX_HEAD_DIM = 256
+
+
+def check_queries(
+    out: torch.Tensor, lse: torch.Tensor | None, q: torch.Tensor, softmax_scale: float
+) -> None:
+    """q, out: [tokens, heads, head_dim]; lse: [heads, tokens]."""
+    check_dim("q", q, 3)
+    check_dtype("q", q, FLOATS)
+    check_last_contiguous("q", q)
+    tokens, heads, head_dim = q.shape
+    if head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM:
+        raise ValueError(
+            f"q.shape is {tuple(q.shape)}, "
+            f"must end in a head_dim that is a multiple of 8 up to {MAX_HEAD_DIM}"
+        )
+    check_shape("out", out, tokens, heads, head_dim)
+    check_dtype("out", out, (q.dtype,))
+    check_last_contiguous("out", out)
+    if lse is not None:
+        check_shape("lse", lse, heads, tokens)
+        check_dtype("lse", lse, (torch.float32,))
+    if not abs(softmax_scale) < float("inf"):
+        raise ValueError(f"softmax_scale is {softmax_scale}, must be finite")
+    check_same_device("q", q, out=out, lse=lse)
+
+
+def check_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, names: tuple[str, str]) -> None:
+    """k, v: [..., kv_heads, head_dim], heads of q divisible by kv_heads."""
+    for name, tensor in zip(names, (k, v), strict=True):
+        check_dim(name, tensor, k.dim())
+        check_dtype(name, tensor, (q.dtype,))
+        check_shape(name, tensor, *k.shape[:-1], q.shape[2])
+        check_last_contiguous(name, tensor)
+    heads, kv_heads = q.shape[1], k.shape[-2]
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(
+            f"q has {heads} heads and {names[0]} {kv_heads}: "
+            "the first must be divisible by the second"
+        )
+    check_same_device("q", q, **dict(zip(names, (k, v), strict=True)))
+
+
+def check_pages(
+    q: torch.Tensor, k_cache: torch.Tensor, block_table: torch.Tensor, seqused_k: torch.Tensor
+) -> None:
+    """block_table: [num_seqs, max_pages]; seqused_k: [num_seqs]."""
+    check_dim("k_cache", k_cache, 4)
+    if k_cache.shape[1] == 0:
+        raise ValueError(
+            f"k_cache.shape is {tuple(k_cache.shape)}, must have a page size of at least 1"
+        )
+    check_dtype("block_table", block_table, INDEX)
+    check_shape("block_table", block_table, seqused_k.shape[0], None)
+    check_last_contiguous("block_table", block_table)
+    check_lengths("seqused_k", seqused_k, seqused_k.shape[0])
+    check_same_device("q", q, block_table=block_table, seqused_k=seqused_k)
+
+
+def check_lengths(name: str, lengths: torch.Tensor, count: int) -> None:
+    """A contiguous vector of `count` indices."""
+    check_shape(name, lengths, count)
+    check_dtype(name, lengths, INDEX)
+    check_last_contiguous(name, lengths)
+
+
+def check_boundaries(name: str, cu_seqlens: torch.Tensor) -> None:
+    """A contiguous vector of num_seqs + 1 offsets."""
+    check_dim(name, cu_seqlens, 1)
+    if cu_seqlens.shape[0] == 0:
+        raise ValueError(f"{name}.shape is (0,), must be (num_seqs + 1)")
+    check_dtype(name, cu_seqlens, INDEX)
+    check_last_contiguous(name, cu_seqlens)
+
+
+def check_features(
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+) -> None:
+    check_range("window_left", window_left, -1)
+    check_range("window_right", window_right, -1)
+    check_range("softcap", softcap, 0.0)
+    check_absent("alibi_slopes", alibi_slopes, "ALiBi is not supported yet")
+    check_absent("sinks", sinks, "attention sinks are not supported yet")
+    check_absent("k_scale", k_scale, "INT8 caches are not supported yet")
+    check_absent("v_scale", v_scale, "INT8 caches are not supported yet")

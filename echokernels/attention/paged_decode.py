@@ -1,0 +1,580 @@
+"""Attention of few queries a sequence over pages: split-K flash decoding (Dao et al.,
+"Flash-Decoding", 2023).
+
+Decoding reads the whole cache for little arithmetic, so the keys of one (sequence, KV head) are
+split among several programs. Each writes the attention over its chunk, in fp32, with its LSE; a
+second kernel merges them. With one split the first kernel writes the output itself.
+
+Grid and workspace follow from capacity alone; every program finds its chunk from `seqused_k` on the
+device. One captured graph therefore serves any lengths, and rows padded with length 0 get 0 and
+-inf. Chunks beyond a sequence's end are neither written nor read.
+
+Mutates `out`, `lse` and `workspace` (scratch; nothing in it outlives the call).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from echokernels._checks import check_dim, check_range, check_same_device
+from echokernels._launch import launch
+from echokernels._library import define_op
+from echokernels._target import INTERPRETED, Target, target_of
+from echokernels._tuning import TileConfig, select
+from echokernels.attention import reference
+from echokernels.attention._arguments import (
+    check_boundaries,
+    check_features,
+    check_keys,
+    check_lengths,
+    check_pages,
+    check_queries,
+)
+from echokernels.attention._softmax import LN_2, LOG2_E, attend, finish, key_range
+from echokernels.attention.split import (
+    INVARIANT_SPLITS,
+    MAX_QUERIES,
+    MIN_KEYS,
+    choose_num_splits,
+    most_split_rows,
+)
+
+
+@triton.jit
+def _query_range(seq, cu_seqlens_q_ptr):
+    """(first token, number of query tokens) of a sequence; without boundaries every sequence has
+    one."""
+    if cu_seqlens_q_ptr is None:
+        start = seq
+        count = tl.full([], 1, tl.int32)
+    else:
+        start = tl.load(cu_seqlens_q_ptr + seq).to(tl.int64)
+        count = (tl.load(cu_seqlens_q_ptr + seq + 1) - start).to(tl.int32)
+    return start, count
+
+
+@triton.jit
+def _chunks(
+    q_len,
+    k_len,
+    split_divisor,
+    min_chunk,
+    window_left,
+    HAS_LEFT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """(first visible key rounded down to a tile, keys per split): a function of the sequence's own
+    lengths alone."""
+    first = 0
+    if HAS_LEFT:
+        first = tl.maximum(0, k_len - q_len - window_left) // BLOCK_N * BLOCK_N
+    chunk = tl.maximum(tl.cdiv(k_len - first, split_divisor), min_chunk)
+    return first, tl.cdiv(chunk, BLOCK_N) * BLOCK_N
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_seqs", "num_tiles", "num_tokens", "split_divisor", "min_chunk",
+        "window_left", "window_right",
+        "table_stride", "lse_stride_head",
+    ]
+)  # fmt: skip
+def _paged_attention_kernel(
+    out_ptr,  # [num_tokens, heads, HEAD_DIM]
+    lse_ptr,  # f32[heads, num_tokens], or None
+    partial_out_ptr,  # f32[splits, num_tokens, heads, HEAD_DIM], or None without SPLIT
+    partial_lse_ptr,  # f32[splits, num_tokens, heads], natural logarithm
+    q_ptr,  # [num_tokens, heads, HEAD_DIM]
+    k_ptr,  # [num_pages, PAGE_SIZE, kv_heads, HEAD_DIM]
+    v_ptr,
+    block_table_ptr,  # [num_seqs, max_pages]
+    seqused_k_ptr,  # [num_seqs]
+    cu_seqlens_q_ptr,  # [num_seqs + 1], or None: one query each
+    num_seqs,
+    num_tiles,
+    num_tokens,
+    kv_heads,
+    split_divisor,
+    min_chunk,
+    out_stride_token,
+    out_stride_head,
+    lse_stride_head,
+    lse_stride_token,
+    q_stride_token,
+    q_stride_head,
+    k_stride_page,
+    k_stride_slot,
+    k_stride_head,
+    v_stride_page,
+    v_stride_slot,
+    v_stride_head,
+    table_stride,
+    scale,
+    softcap,
+    window_left,
+    window_right,
+    SPLIT: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    # KV heads are neighbours: their keys lie side by side in a page.
+    pid = tl.program_id(0)
+    kv_head = (pid % kv_heads).to(tl.int64)
+    tile = pid // kv_heads % num_tiles
+    seq = (pid // kv_heads // num_tiles % num_seqs).to(tl.int64)
+    split_id = (pid // kv_heads // num_tiles // num_seqs).to(tl.int64)
+
+    q_start, q_len = _query_range(seq, cu_seqlens_q_ptr)
+    if tile * BLOCK_M >= q_len * GROUP:
+        return
+    k_len = tl.load(seqused_k_ptr + seq).to(tl.int32)
+    first_key, chunk = _chunks(
+        q_len, k_len, split_divisor, min_chunk, window_left, HAS_LEFT, BLOCK_N
+    )
+    chunk_begin = first_key + split_id.to(tl.int32) * chunk
+    if SPLIT:
+        if chunk_begin >= k_len:
+            return
+
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    token = row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    row_mask = token < q_len
+    shift = k_len - q_len
+    d = tl.arange(0, BLOCK_D)[None, :]
+    io_mask = row_mask[:, None] & (d < HEAD_DIM)
+    q_rows = q_ptr + ((q_start + token) * q_stride_token + head * q_stride_head)[:, None]
+    q = tl.load(q_rows + d, mask=io_mask, other=0.0)
+
+    first_token = tile * BLOCK_M // GROUP
+    last_token = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, q_len - 1)
+    begin, end, full_end = key_range(
+        first_token, last_token, shift, k_len, window_left, window_right, HAS_LEFT, HAS_RIGHT
+    )
+    begin = tl.maximum(begin // BLOCK_N * BLOCK_N, chunk_begin)
+    if SPLIT:
+        end = tl.minimum(end, chunk_begin + chunk)
+    # Whole tiles that every row sees need no mask; with a left window there are few, so all are
+    # masked.
+    unmasked_end = begin
+    if not HAS_LEFT:
+        unmasked_end = tl.maximum(begin, tl.minimum(full_end // BLOCK_N * BLOCK_N, end))
+
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    k_ptr += kv_head * k_stride_head
+    v_ptr += kv_head * v_stride_head
+    table_ptr = block_table_ptr + seq * table_stride
+    for masked in tl.static_range(2):
+        acc, m, l = attend(
+            acc, m, l, q,
+            unmasked_end if masked else begin,
+            end if masked else unmasked_end,
+            k_len, token + shift, k_ptr, v_ptr,
+            k_stride_page, k_stride_slot, v_stride_page, v_stride_slot, 0, table_ptr,
+            scale, softcap, window_left, window_right,
+            masked == 1, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PAGE_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N,
+            UPCAST,
+        )  # fmt: skip
+
+    out, lse = finish(acc, m, l)
+    if SPLIT:
+        index = (split_id * num_tokens + q_start + token) * (kv_heads * GROUP) + head
+        tl.store(partial_out_ptr + index[:, None] * HEAD_DIM + d, out, mask=io_mask)
+        tl.store(partial_lse_ptr + index, lse, mask=row_mask)
+    else:
+        out_rows = (
+            out_ptr + ((q_start + token) * out_stride_token + head * out_stride_head)[:, None]
+        )
+        tl.store(out_rows + d, out.to(out_ptr.dtype.element_ty), mask=io_mask)
+        if lse_ptr is not None:
+            lse_rows = lse_ptr + head * lse_stride_head + (q_start + token) * lse_stride_token
+            tl.store(lse_rows, lse, mask=row_mask)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_tokens", "max_seqlen_q", "split_divisor", "min_chunk", "window_left",
+        "lse_stride_head",
+    ]
+)  # fmt: skip
+def _merge_splits_kernel(
+    out_ptr,  # [num_tokens, heads, HEAD_DIM]
+    lse_ptr,  # f32[heads, num_tokens], or None
+    partial_out_ptr,  # f32[splits, num_tokens, heads, HEAD_DIM]
+    partial_lse_ptr,  # f32[splits, num_tokens, heads]
+    seqused_k_ptr,
+    cu_seqlens_q_ptr,
+    num_tokens,
+    max_seqlen_q,
+    heads,
+    split_divisor,
+    min_chunk,
+    out_stride_token,
+    out_stride_head,
+    lse_stride_head,
+    lse_stride_token,
+    window_left,
+    HAS_LEFT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,  # of the kernel that wrote the partials
+    BLOCK_S: tl.constexpr,  # partials read at a time
+):
+    pid = tl.program_id(0).to(tl.int64)
+    head = pid % heads
+    query = pid // heads % max_seqlen_q
+    seq = pid // heads // max_seqlen_q
+    q_start, q_len = _query_range(seq, cu_seqlens_q_ptr)
+    if query >= q_len:
+        return
+    k_len = tl.load(seqused_k_ptr + seq).to(tl.int32)
+    first_key, chunk = _chunks(
+        q_len, k_len, split_divisor, min_chunk, window_left, HAS_LEFT, BLOCK_N
+    )
+    num_splits = tl.cdiv(k_len - first_key, chunk)
+
+    token = q_start + query
+    d = tl.arange(0, BLOCK_D)[None, :]
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    m = tl.full([], float("-inf"), tl.float32)
+    l = tl.zeros([], tl.float32)
+    for start in range(0, num_splits, BLOCK_S):
+        split_id = start + tl.arange(0, BLOCK_S)
+        mask = split_id < num_splits
+        index = (split_id.to(tl.int64) * num_tokens + token) * heads + head
+        lse = tl.load(partial_lse_ptr + index, mask=mask, other=float("-inf")) * LOG2_E
+        partial = tl.load(
+            partial_out_ptr + index[:, None] * HEAD_DIM + d,
+            mask=mask[:, None] & (d < HEAD_DIM),
+            other=0.0,
+        )
+        m_new = tl.maximum(m, tl.max(lse, axis=0))
+        # All chunks so far are empty while m is -inf; 0 in its place makes every weight 0, not NaN.
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        weight = tl.exp2(lse - m_safe)
+        alpha = tl.exp2(m - m_safe)
+        acc = acc * alpha + tl.sum(partial * weight[:, None], axis=0)
+        l = l * alpha + tl.sum(weight, axis=0)
+        m = m_new
+
+    empty = l == 0.0
+    safe = tl.where(empty, 1.0, l)
+    column = tl.arange(0, BLOCK_D)
+    out_row = out_ptr + token * out_stride_token + head * out_stride_head
+    tl.store(out_row + column, (acc / safe).to(out_ptr.dtype.element_ty), mask=column < HEAD_DIM)
+    if lse_ptr is not None:
+        lse = tl.where(empty, float("-inf"), (m + tl.log2(safe)) * LN_2)
+        tl.store(lse_ptr + head * lse_stride_head + token * lse_stride_token, lse)
+
+
+def _config(head_dim: int, itemsize: int, rows: int, target: Target) -> TileConfig:
+    """block_m: rows (query token, head of the group); block_n: keys. `rows`: the most that a
+    sequence has."""
+    wide = head_dim > 128
+    if itemsize == 4:
+        # Exact fp32 products run on the ordinary cores and keep both operands in registers.
+        return TileConfig(16, 16 if wide else 32, num_warps=8 if wide else 4, num_stages=1)
+    # 16 is the tensor cores' least; several queries of a large group take several tiles.
+    block_m = min(max(16, triton.next_power_of_2(rows)), 32 if wide else 64)
+    block_n = 32 if wide else 64
+    # Three tiles of K and V in flight hide the latency of memory.
+    num_stages = 3 if target.shared_memory >= 128 * 1024 else 1 if wide else 2
+    return TileConfig(block_m, block_n, num_warps=4, num_stages=num_stages)
+
+
+def _check(
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seqused_k: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    max_seqlen_q: int,
+    softmax_scale: float,
+    causal: bool,  # noqa: ARG001
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    num_splits: int,
+    kv_split_size: int,
+    workspace: torch.Tensor | None,
+) -> None:
+    check_queries(out, lse, q, softmax_scale)
+    check_dim("seqused_k", seqused_k, 1)
+    check_pages(q, k_cache, block_table, seqused_k)
+    check_keys(q, k_cache, v_cache, ("k_cache", "v_cache"))
+    num_seqs = seqused_k.shape[0]
+    if cu_seqlens_q is not None:
+        check_boundaries("cu_seqlens_q", cu_seqlens_q)
+        check_lengths("cu_seqlens_q", cu_seqlens_q, num_seqs + 1)
+    elif q.shape[0] != num_seqs:
+        raise ValueError(
+            f"q.shape is {tuple(q.shape)}, must start with {num_seqs}, one query a sequence, "
+            "without cu_seqlens_q"
+        )
+    check_range("max_seqlen_q", max_seqlen_q, 1, 1 if cu_seqlens_q is None else MAX_QUERIES)
+    check_features(window_left, window_right, softcap, alibi_slopes, sinks, k_scale, v_scale)
+    check_range("num_splits", num_splits, 0)
+    check_range("kv_split_size", kv_split_size, 0)
+    if workspace is not None and not workspace.is_contiguous():
+        raise ValueError(f"workspace.stride() is {workspace.stride()}, must be contiguous")
+    check_same_device("q", q, cu_seqlens_q=cu_seqlens_q, workspace=workspace)
+
+
+def _partials(
+    workspace: torch.Tensor | None, q: torch.Tensor, num_splits: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Partial outputs and their LSEs, in the workspace given or newly allocated."""
+    rows = num_splits * q.shape[0] * q.shape[1]
+    need = rows * (q.shape[2] + 1)
+    if workspace is None:
+        scratch = torch.empty(need, dtype=torch.float32, device=q.device)
+    else:
+        size = workspace.numel() * workspace.element_size()
+        if size < need * 4:
+            raise ValueError(
+                f"workspace has {size} bytes, must have at least {need * 4}: "
+                "see attention_workspace_size"
+            )
+        scratch = workspace.view(-1).view(torch.uint8)[: need * 4].view(torch.float32)
+    return scratch[: rows * q.shape[2]], scratch[rows * q.shape[2] :]
+
+
+def _launch(
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seqused_k: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    max_seqlen_q: int,
+    softmax_scale: float,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,  # noqa: ARG001
+    sinks: torch.Tensor | None,  # noqa: ARG001
+    k_scale: torch.Tensor | None,  # noqa: ARG001
+    v_scale: torch.Tensor | None,  # noqa: ARG001
+    num_splits: int,
+    kv_split_size: int,
+    workspace: torch.Tensor | None,
+) -> None:
+    num_tokens, heads, head_dim = q.shape
+    num_seqs = seqused_k.shape[0]
+    if num_tokens == 0 or heads == 0 or num_seqs == 0:
+        return
+    page_size, kv_heads = k_cache.shape[1:3]
+    group = heads // kv_heads
+    target = target_of(q.device)
+    # Batch invariance: the tile must not follow the longest query of the batch.
+    rows = (MAX_QUERIES if kv_split_size > 0 and cu_seqlens_q is not None else max_seqlen_q) * group
+    key = (head_dim, q.element_size(), min(triton.next_power_of_2(rows), 64), target.name)
+    config = select(
+        "paged_attention", key, lambda: _config(head_dim, q.element_size(), rows, target)
+    )
+    num_tiles = triton.cdiv(max_seqlen_q * group, config.block_m)
+    splits = choose_num_splits(
+        num_splits,
+        kv_split_size,
+        num_seqs * kv_heads * num_tiles,
+        block_table.shape[1] * page_size,
+        target.num_sms,
+    )
+    partial_out, partial_lse = _partials(workspace, q, splits) if splits > 1 else (None, None)
+    split_divisor = INVARIANT_SPLITS if kv_split_size > 0 else splits
+    min_chunk = kv_split_size if kv_split_size > 0 else 1 if num_splits > 0 else MIN_KEYS
+    lse_strides = (0, 0) if lse is None else lse.stride()
+    launch(
+        _paged_attention_kernel,
+        (splits * num_seqs * num_tiles * kv_heads,),
+        out,
+        lse,
+        partial_out,
+        partial_lse,
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        seqused_k,
+        cu_seqlens_q,
+        num_seqs,
+        num_tiles,
+        num_tokens,
+        kv_heads,
+        split_divisor,
+        min_chunk,
+        *out.stride()[:2],
+        *lse_strides,
+        *q.stride()[:2],
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        block_table.stride(0),
+        softmax_scale,
+        softcap,
+        window_left,
+        0 if causal else window_right,
+        SPLIT=splits > 1,
+        HAS_LEFT=window_left >= 0,
+        HAS_RIGHT=causal or window_right >= 0,
+        HAS_SOFTCAP=softcap > 0,
+        PAGE_SIZE=page_size,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        UPCAST=INTERPRETED and q.dtype == torch.bfloat16,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    if splits == 1:
+        return
+    launch(
+        _merge_splits_kernel,
+        (num_seqs * max_seqlen_q * heads,),
+        out,
+        lse,
+        partial_out,
+        partial_lse,
+        seqused_k,
+        cu_seqlens_q,
+        num_tokens,
+        max_seqlen_q,
+        heads,
+        split_divisor,
+        min_chunk,
+        *out.stride()[:2],
+        *lse_strides,
+        window_left,
+        HAS_LEFT=window_left >= 0,
+        HEAD_DIM=head_dim,
+        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_N=config.block_n,
+        BLOCK_S=16,
+        num_warps=2,
+    )
+
+
+_paged_attention = define_op(
+    "paged_attention(Tensor(a!) out, Tensor(b!)? lse, Tensor q, Tensor k_cache, Tensor v_cache, "
+    "Tensor block_table, Tensor seqused_k, Tensor? cu_seqlens_q, SymInt max_seqlen_q, float "
+    "softmax_scale, bool causal, int window_left, int window_right, float softcap, Tensor? "
+    "alibi_slopes, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, int num_splits, int "
+    "kv_split_size, Tensor(c!)? workspace) -> ()",
+    check=_check,
+    triton=_launch,
+    reference=reference.paged_attention,
+)
+
+
+def attention_workspace_size(
+    max_seqs: int,
+    max_tokens: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    num_splits: int = 0,
+    device: torch.device | str | None = None,
+) -> int:
+    """Bytes of `workspace` that serve every call of up to max_seqs sequences and max_tokens query
+    tokens.
+
+    num_splits: as passed to the op; pass 32 where the op gets kv_split_size > 0. device: the GPU it
+    will run on (the current one by default).
+    """
+    for name, value in (("max_seqs", max_seqs), ("max_tokens", max_tokens), ("head_dim", head_dim)):
+        check_range(name, value, 0)
+    check_range("num_heads", num_heads, 1)
+    check_range("num_kv_heads", num_kv_heads, 1)
+    check_range("num_splits", num_splits, 0)
+    where = (
+        torch.device("cuda" if torch.cuda.is_available() else "cpu") if device is None else device
+    )
+    num_sms = target_of(torch.device(where)).num_sms
+    rows = most_split_rows(num_splits, max_seqs, max_tokens, num_kv_heads, num_sms) * num_heads
+    return rows * (head_dim + 1) * 4
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seqused_k: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor | None = None,
+    max_seqlen_q: int = 1,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    num_splits: int = 0,
+    kv_split_size: int = 0,
+    workspace: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of 1 to 16 queries a sequence over a paged KV cache.
+
+    q: [num_seqs, heads, head_dim], or [tokens, heads, head_dim] with cu_seqlens_q [num_seqs + 1]
+    and max_seqlen_q. k_cache, v_cache: [num_pages, page_size, kv_heads, head_dim], any page size,
+    any strides with the last dimension contiguous. block_table: [num_seqs, max_pages] page ids;
+    entries past a sequence's last page are not read. seqused_k: [num_seqs] keys of each sequence,
+    its own queries included. Indices are int32 or int64; the others fp16, bf16 or fp32; head_dim a
+    multiple of 8 up to 256; heads a multiple of kv_heads.
+
+    num_splits: 0 chooses, 1 does not split, n splits every sequence n ways. kv_split_size > 0 makes
+    the result of a sequence independent of its batch, bit for bit: its chunks are
+    max(kv_split_size, length / 32 rounded up to a tile). workspace: scratch of
+    `attention_workspace_size` bytes; allocated when absent.
+
+    Returns out, shaped as q, and with return_lse also lse f32[heads, tokens] (natural logarithm). A
+    query with no visible key gives 0 and -inf. Raises ValueError or TypeError for arguments that do
+    not fit.
+    """
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32) if return_lse else None
+    _paged_attention(
+        out,
+        lse,
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        seqused_k,
+        cu_seqlens_q,
+        max_seqlen_q,
+        q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
+        causal,
+        *window,
+        softcap,
+        None,
+        None,
+        None,
+        None,
+        num_splits,
+        kv_split_size,
+        workspace,
+    )
+    return out if lse is None else (out, lse)

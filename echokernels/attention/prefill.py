@@ -1,0 +1,369 @@
+"""Attention of many queries a sequence: FlashAttention-2 (Dao, 2023) over ragged batches, in
+portable Triton.
+
+    out = softmax(mask(softcap(scale * q k^T))) v,   lse = log(sum(exp(...)))
+
+Sequences are packed along the token axis with their boundaries in cu_seqlens_q. Keys and values are
+packed likewise (cu_seqlens_k), or lie in pages (block_table, seqused_k): chunked prefill and prefix
+hits. Products accumulate in fp32; fp32 inputs are multiplied exactly (no TF32). Which key a query
+sees, and the order of softcap and mask, is in `_softmax`.
+
+Mutates `out` and `lse`, only at tokens of a sequence: those before cu_seqlens_q[0] or from
+cu_seqlens_q[-1] on are left alone.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from echokernels._checks import check_absent, check_dim, check_range, check_same_device
+from echokernels._launch import launch
+from echokernels._library import define_op
+from echokernels._target import INTERPRETED, Target, target_of
+from echokernels._tuning import TileConfig, select
+from echokernels.attention import reference
+from echokernels.attention._arguments import (
+    check_boundaries,
+    check_features,
+    check_keys,
+    check_lengths,
+    check_pages,
+    check_queries,
+)
+from echokernels.attention._softmax import attend, finish, key_range
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_tiles",
+        "window_left",
+        "window_right",
+        "table_stride",
+        "lse_stride_head",
+    ]
+)
+def _flash_attn_varlen_kernel(
+    out_ptr,  # [tokens, heads, HEAD_DIM]
+    lse_ptr,  # f32[heads, tokens], or None
+    q_ptr,  # [tokens, heads, HEAD_DIM]
+    k_ptr,  # [keys, kv_heads, HEAD_DIM], or pages [num_pages, PAGE_SIZE, kv_heads, HEAD_DIM]
+    v_ptr,
+    cu_seqlens_q_ptr,  # [num_seqs + 1]
+    cu_seqlens_k_ptr,  # [num_seqs + 1], or None
+    seqused_k_ptr,  # [num_seqs], or None
+    block_table_ptr,  # [num_seqs, max_pages], or None
+    num_tiles,
+    kv_heads,
+    out_stride_token,
+    out_stride_head,
+    lse_stride_head,
+    lse_stride_token,
+    q_stride_token,
+    q_stride_head,
+    k_stride_page,
+    k_stride_slot,
+    k_stride_head,
+    v_stride_page,
+    v_stride_slot,
+    v_stride_head,
+    table_stride,
+    scale,
+    softcap,
+    window_left,
+    window_right,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,  # 0: contiguous
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    # Neighbouring programs are tiles of one (sequence, KV head), so its keys stay in L2; the last
+    # tile, the longest under causal attention, comes first.
+    pid = tl.program_id(0)
+    tile = num_tiles - 1 - pid % num_tiles
+    kv_head = ((pid // num_tiles) % kv_heads).to(tl.int64)
+    seq = (pid // num_tiles // kv_heads).to(tl.int64)
+
+    q_start = tl.load(cu_seqlens_q_ptr + seq).to(tl.int64)
+    q_len = (tl.load(cu_seqlens_q_ptr + seq + 1) - q_start).to(tl.int32)
+    if tile * BLOCK_M >= q_len * GROUP:
+        return
+    k_start = tl.zeros([], tl.int64)
+    if PAGE_SIZE == 0:
+        k_start = tl.load(cu_seqlens_k_ptr + seq).to(tl.int64)
+    if seqused_k_ptr is not None:
+        k_len = tl.load(seqused_k_ptr + seq).to(tl.int32)
+    else:
+        k_len = (tl.load(cu_seqlens_k_ptr + seq + 1) - k_start).to(tl.int32)
+
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    token = row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    row_mask = token < q_len
+    shift = k_len - q_len
+    d = tl.arange(0, BLOCK_D)[None, :]
+    io_mask = row_mask[:, None] & (d < HEAD_DIM)
+    q_rows = q_ptr + ((q_start + token) * q_stride_token + head * q_stride_head)[:, None]
+    q = tl.load(q_rows + d, mask=io_mask, other=0.0)
+
+    first_token = tile * BLOCK_M // GROUP
+    last_token = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, q_len - 1)
+    begin, end, full_end = key_range(
+        first_token, last_token, shift, k_len, window_left, window_right, HAS_LEFT, HAS_RIGHT
+    )
+    begin = begin // BLOCK_N * BLOCK_N
+    # Whole tiles that every row sees need no mask; with a left window there are few, so all are
+    # masked.
+    split = begin
+    if not HAS_LEFT:
+        split = tl.maximum(begin, full_end // BLOCK_N * BLOCK_N)
+
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    k_ptr += kv_head * k_stride_head
+    v_ptr += kv_head * v_stride_head
+    table_ptr = block_table_ptr
+    if PAGE_SIZE > 0:
+        table_ptr += seq * table_stride
+    for masked in tl.static_range(2):
+        acc, m, l = attend(
+            acc, m, l, q,
+            split if masked else begin,
+            end if masked else split,
+            k_len, token + shift, k_ptr, v_ptr,
+            k_stride_page, k_stride_slot, v_stride_page, v_stride_slot, k_start, table_ptr,
+            scale, softcap, window_left, window_right,
+            masked == 1, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PAGE_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N,
+            UPCAST,
+        )  # fmt: skip
+
+    out, lse = finish(acc, m, l)
+    out_rows = out_ptr + ((q_start + token) * out_stride_token + head * out_stride_head)[:, None]
+    tl.store(out_rows + d, out.to(out_ptr.dtype.element_ty), mask=io_mask)
+    if lse_ptr is not None:
+        lse_rows = lse_ptr + head * lse_stride_head + (q_start + token) * lse_stride_token
+        tl.store(lse_rows, lse, mask=row_mask)
+
+
+def _config(head_dim: int, itemsize: int, rows: int, target: Target) -> TileConfig:
+    """block_m: rows (query token, head of the group); block_n: keys. `rows`: the most that a
+    sequence has."""
+    # A short chunk must not pay for a tile of mostly masked rows; 16 is the tensor cores' least.
+    needed = max(16, triton.next_power_of_2(rows))
+    wide = head_dim > 128
+    if itemsize == 4:
+        # Exact fp32 products run on the ordinary cores and keep both operands in registers.
+        return TileConfig(min(needed, 16 if wide else 32), 32, num_warps=8, num_stages=1)
+    large_memory = target.shared_memory > 128 * 1024
+    if wide:
+        # A row of the accumulator is 256 wide: 64 of them over 8 warps are what fits the registers.
+        return TileConfig(min(needed, 64), 32, num_warps=8, num_stages=2 if large_memory else 1)
+    if target.arch == 90:
+        block_m = min(needed, 128)
+        return TileConfig(block_m, 64, 8 if block_m == 128 else 4, num_stages=3)
+    # Elsewhere both operands, or the accumulator on its way, pass through registers: half the rows.
+    num_warps = 8 if head_dim > 64 else 4
+    return TileConfig(min(needed, 64), 64, num_warps, num_stages=3 if large_memory else 2)
+
+
+def _check(
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
+    seqused_k: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    causal: bool,  # noqa: ARG001
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+) -> None:
+    check_queries(out, lse, q, softmax_scale)
+    check_boundaries("cu_seqlens_q", cu_seqlens_q)
+    num_seqs = cu_seqlens_q.shape[0] - 1
+    if block_table is not None:
+        if seqused_k is None:
+            raise ValueError("seqused_k is None, must be given with block_table")
+        check_absent("cu_seqlens_k", cu_seqlens_k, "with block_table the key lengths are seqused_k")
+        check_lengths("seqused_k", seqused_k, num_seqs)
+        check_pages(q, k, block_table, seqused_k)
+    else:
+        if cu_seqlens_k is None:
+            raise ValueError("cu_seqlens_k is None, must be given without block_table")
+        check_dim("k", k, 3)
+        check_boundaries("cu_seqlens_k", cu_seqlens_k)
+        check_lengths("cu_seqlens_k", cu_seqlens_k, num_seqs + 1)
+        if seqused_k is not None:
+            check_lengths("seqused_k", seqused_k, num_seqs)
+    check_keys(q, k, v, ("k", "v"))
+    check_range("max_seqlen_q", max_seqlen_q, 0)
+    check_range("max_seqlen_k", max_seqlen_k, 0)
+    check_features(window_left, window_right, softcap, alibi_slopes, sinks, k_scale, v_scale)
+    check_same_device(
+        "q", q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k
+    )
+
+
+def _launch(
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
+    seqused_k: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,  # noqa: ARG001
+    softmax_scale: float,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,  # noqa: ARG001
+    sinks: torch.Tensor | None,  # noqa: ARG001
+    k_scale: torch.Tensor | None,  # noqa: ARG001
+    v_scale: torch.Tensor | None,  # noqa: ARG001
+) -> None:
+    if q.shape[0] == 0 or q.shape[1] == 0:
+        return
+    head_dim, kv_heads = q.shape[2], k.shape[-2]
+    group = q.shape[1] // kv_heads
+    rows = max_seqlen_q * group
+    target = target_of(q.device)
+    key = (head_dim, q.element_size(), min(triton.next_power_of_2(max(rows, 1)), 128), target.name)
+    config = select(
+        "flash_attn_varlen", key, lambda: _config(head_dim, q.element_size(), rows, target)
+    )
+    num_seqs = cu_seqlens_q.shape[0] - 1
+    num_tiles = triton.cdiv(rows, config.block_m)
+    paged = block_table is not None
+    launch(
+        _flash_attn_varlen_kernel,
+        (num_tiles * kv_heads * num_seqs,),
+        out,
+        lse,
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_k,
+        block_table,
+        num_tiles,
+        kv_heads,
+        *out.stride()[:2],
+        *((0, 0) if lse is None else lse.stride()),
+        *q.stride()[:2],
+        *(k.stride()[:3] if paged else (0, *k.stride()[:2])),
+        *(v.stride()[:3] if paged else (0, *v.stride()[:2])),
+        block_table.stride(0) if block_table is not None else 0,
+        softmax_scale,
+        softcap,
+        window_left,
+        0 if causal else window_right,
+        HAS_LEFT=window_left >= 0,
+        HAS_RIGHT=causal or window_right >= 0,
+        HAS_SOFTCAP=softcap > 0,
+        PAGE_SIZE=k.shape[1] if paged else 0,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        UPCAST=INTERPRETED and q.dtype == torch.bfloat16,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+_flash_attn_varlen = define_op(
+    "flash_attn_varlen(Tensor(a!) out, Tensor(b!)? lse, Tensor q, Tensor k, Tensor v, Tensor "
+    "cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor? block_table, SymInt "
+    "max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, bool causal, int window_left, int "
+    "window_right, float softcap, Tensor? alibi_slopes, Tensor? sinks, Tensor? k_scale, Tensor? "
+    "v_scale) -> ()",
+    check=_check,
+    triton=_launch,
+    reference=reference.flash_attn_varlen,
+)
+
+
+def flash_attn_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    seqused_k: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention over a ragged batch of sequences.
+
+    q: [tokens, heads, head_dim], head_dim a multiple of 8 up to 256. k, v: [keys, kv_heads,
+    head_dim] with cu_seqlens_k, or pages [num_pages, page_size, kv_heads, head_dim] with
+    block_table [num_seqs, max_pages] and seqused_k [num_seqs]. fp16, bf16 or fp32, any strides with
+    the last dimension contiguous; heads a multiple of kv_heads. cu_seqlens_q, cu_seqlens_k:
+    [num_seqs + 1], int32 or int64. seqused_k without pages: keys used of each.
+
+    max_seqlen_q: at least the longest query length (the number of tokens by default); rows beyond
+    it are not computed. softmax_scale: 1 / sqrt(head_dim) by default. window: (left, right) keys
+    seen besides the aligned one, -1 for all; causal sets right to 0. softcap: 0 for none.
+
+    Returns out [tokens, heads, head_dim], and with return_lse also lse f32[heads, tokens] (natural
+    logarithm). A query with no visible key gives 0 and -inf. Raises ValueError or TypeError for
+    arguments that do not fit.
+    """
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32) if return_lse else None
+    _flash_attn_varlen(
+        out,
+        lse,
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_k,
+        block_table,
+        q.shape[0] if max_seqlen_q is None else max_seqlen_q,
+        k.shape[0] * (1 if block_table is None else k.shape[1])
+        if max_seqlen_k is None
+        else max_seqlen_k,
+        q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
+        causal,
+        *window,
+        softcap,
+        None,
+        None,
+        None,
+        None,
+    )
+    return out if lse is None else (out, lse)

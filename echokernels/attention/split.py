@@ -1,0 +1,55 @@
+"""How a sequence's keys are split among programs (flash decoding): pure functions, no GPU.
+
+The grid and the workspace come from capacity (batch, KV heads, table width, SM count), never from
+lengths on the host; each program finds its own chunk from `seqused_k`, so a captured graph serves
+any lengths. The same rule as a kernel helper is `chunk_size` of `paged_decode.py`.
+"""
+
+MAX_SPLITS = 128
+INVARIANT_SPLITS = 32
+"""Most partials of a row under batch invariance (`kv_split_size` > 0): longer sequences get longer
+chunks."""
+
+# Enough programs that the SMs stay busy while some wait for memory and some drain.
+_PROGRAMS_PER_SM = 8
+# Fewer keys than this cost less to read than a partial result costs to write and merge.
+MIN_KEYS = 128
+
+
+def choose_num_splits(
+    num_splits: int, kv_split_size: int, programs: int, max_keys: int, num_sms: int
+) -> int:
+    """The number of splits to launch for.
+
+    programs: programs without splitting (sequences x KV heads x row tiles); max_keys: capacity of a
+    row of the block table; num_splits: 0 = choose, else that many. kv_split_size > 0 fixes the
+    chunk instead.
+    """
+    if kv_split_size > 0:
+        return min(INVARIANT_SPLITS, _cdiv(max_keys, kv_split_size)) if max_keys else 1
+    if num_splits > 0:
+        return num_splits
+    wanted = _cdiv(_PROGRAMS_PER_SM * num_sms, max(programs, 1))
+    return max(1, min(wanted, _cdiv(max_keys, MIN_KEYS), MAX_SPLITS))
+
+
+def most_split_rows(
+    num_splits: int, max_seqs: int, max_tokens: int, kv_heads: int, num_sms: int
+) -> int:
+    """The most (query token, split) pairs that any batch of up to max_seqs sequences and max_tokens
+    queries makes."""
+    if num_splits > 0:
+        return num_splits * max_tokens
+    return max(
+        choose_num_splits(0, 0, seqs * kv_heads, MAX_SPLITS * MIN_KEYS, num_sms)
+        * min(max_tokens, MAX_QUERIES * seqs)
+        for seqs in range(1, max(max_seqs, 1) + 1)
+    )
+
+
+MAX_QUERIES = 16
+"""Most query tokens of one sequence in `paged_attention`; longer ones are `flash_attn_varlen`'s."""
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)

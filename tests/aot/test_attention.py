@@ -1,0 +1,113 @@
+"""The attention kernels compile for every target, in registers: no stack, no local memory."""
+
+import pytest
+import torch
+
+from tests.aot.harness import TARGETS, compile_op, local_memory, meta
+
+# 80 is padded to 128 and 192 to 256.
+HEAD_DIMS = [64, 80, 128, 192, 256]
+
+
+def index(*shape):
+    return meta(*shape, dtype=torch.int32)
+
+
+def features(*, window=-1, softcap=0.0):
+    return 0.125, True, window, -1, softcap, None, None, None, None
+
+
+def assert_in_registers(kernels, target):
+    if target.startswith("sm_"):
+        for kernel in kernels:
+            assert local_memory(kernel) == 0, f"{kernel.name} spills"
+
+
+def prefill_args(head_dim, dtype, tokens, *, page_size=0, group=4, **options):
+    q = meta(tokens, 2 * group, head_dim, dtype=dtype)
+    if page_size:
+        k = meta(64, page_size, 2, head_dim, dtype=dtype)
+        keys = (k, k, index(3), None, index(2), index(2, 9))
+    else:
+        k = meta(tokens, 2, head_dim, dtype=dtype)
+        keys = (k, k, index(3), index(3), None, None)
+    lse = meta(2 * group, tokens, dtype=torch.float32)
+    return (q, lse, q, *keys, tokens, 4096, *features(**options))
+
+
+def decode_args(head_dim, dtype, *, queries=1, num_splits=0, group=4, page_size=16, **options):
+    tokens = 3 * queries
+    q = meta(tokens, 2 * group, head_dim, dtype=dtype)
+    k = meta(64, page_size, 2, head_dim, dtype=dtype)
+    lse = meta(2 * group, tokens, dtype=torch.float32)
+    boundaries = index(4) if queries > 1 else None
+    return (
+        q, lse, q, k, k, index(3, 512), index(3), boundaries, queries, *features(**options),
+        num_splits, 0, None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_flash_attn_varlen(target, head_dim, page_size):
+    args = prefill_args(head_dim, torch.bfloat16, 4096, page_size=page_size)
+    assert_in_registers(compile_op("flash_attn_varlen", target, *args), target)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("tokens", [1, 8])  # tiles of 16 and 32 rows
+def test_flash_attn_varlen_of_short_chunks(target, tokens):
+    args = prefill_args(128, torch.bfloat16, tokens, page_size=16)
+    assert_in_registers(compile_op("flash_attn_varlen", target, *args), target)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        {"dtype": torch.float16, "window": 100, "softcap": 30.0},
+        {"dtype": torch.float32},
+        {"dtype": torch.bfloat16, "page_size": 1, "group": 5},
+    ],
+    ids=["window-softcap", "fp32", "page-1-group-5"],
+)
+def test_flash_attn_varlen_variants(target, head_dim, variant):
+    variant = dict(variant)
+    args = prefill_args(head_dim, variant.pop("dtype"), 4096, **variant)
+    assert_in_registers(compile_op("flash_attn_varlen", target, *args), target)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("queries", [1, 16])
+def test_paged_attention(target, head_dim, queries):
+    args = decode_args(head_dim, torch.bfloat16, queries=queries)
+    kernels = compile_op("paged_attention", target, *args)
+    assert len(kernels) == 2
+    assert_in_registers(kernels, target)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        {"dtype": torch.float16, "window": 100, "softcap": 30.0},
+        {"dtype": torch.float32},
+        {"dtype": torch.bfloat16, "page_size": 1, "group": 5, "num_splits": 1},
+    ],
+    ids=["window-softcap", "fp32", "page-1-group-5-unsplit"],
+)
+def test_paged_attention_variants(target, head_dim, variant):
+    variant = dict(variant)
+    args = decode_args(head_dim, variant.pop("dtype"), **variant)
+    assert_in_registers(compile_op("paged_attention", target, *args), target)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_merge_attn_states(target, dtype):
+    out, lse = meta(5, 8, 128, dtype=dtype), meta(8, 5, dtype=torch.float32)
+    compile_op("merge_attn_states", target, out, lse, out, lse, out, lse)

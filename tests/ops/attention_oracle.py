@@ -1,0 +1,74 @@
+"""What attention is, spelled out: one sequence and one head at a time, in float64, with nothing
+shared with the package."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Features:
+    causal: bool = True
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+
+
+def attend_one(
+    q: torch.Tensor,  # f64[q_len, head_dim]
+    k: torch.Tensor,  # f64[k_len, head_dim]
+    v: torch.Tensor,
+    scale: float,
+    features: Features,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out [q_len, head_dim], lse [q_len])"""
+    q_len, k_len = q.shape[0], k.shape[0]
+    out = torch.zeros(q_len, q.shape[1], dtype=torch.float64)
+    lse = torch.full((q_len,), -math.inf, dtype=torch.float64)
+    left, right = features.window
+    if features.causal:
+        right = 0
+    for i in range(q_len):
+        position = i + k_len - q_len
+        low = 0 if left < 0 else max(0, position - left)
+        high = k_len if right < 0 else min(k_len, position + right + 1)
+        if low >= high:
+            continue
+        s = k[low:high] @ q[i] * scale
+        if features.softcap > 0:
+            s = features.softcap * torch.tanh(s / features.softcap)
+        out[i] = torch.softmax(s, 0) @ v[low:high]
+        lse[i] = torch.logsumexp(s, 0)
+    return out, lse
+
+
+def attend_ragged(
+    q: torch.Tensor,  # [tokens, heads, head_dim]
+    keys: list[torch.Tensor],  # each [k_len, kv_heads, head_dim]
+    values: list[torch.Tensor],
+    q_lens: list[int],
+    scale: float,
+    features: Features,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out f64[tokens, heads, head_dim], lse f64[heads, tokens])"""
+    q = q.double().cpu()
+    out = torch.zeros_like(q)
+    lse = torch.full((q.shape[1], q.shape[0]), -math.inf, dtype=torch.float64)
+    start = 0
+    for k, v, q_len in zip(keys, values, q_lens, strict=True):
+        k, v = k.double().cpu(), v.double().cpu()
+        for head in range(q.shape[1]):
+            kv_head = head * k.shape[1] // q.shape[1]
+            rows = slice(start, start + q_len)
+            out[rows, head], lse[head, rows] = attend_one(
+                q[rows, head], k[:, kv_head], v[:, kv_head], scale, features
+            )
+        start += q_len
+    return out, lse
+
+
+def values_scale(values: list[torch.Tensor]) -> float:
+    """What errors of an output are measured against: it is an average of values, whose weights may
+    cancel."""
+    real = [v.double().abs().max().item() for v in values if v.numel()]
+    return max(real, default=1.0)

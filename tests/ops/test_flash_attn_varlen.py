@@ -1,0 +1,407 @@
+"""flash_attn_varlen, contiguous and over pages, against the float64 oracle."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echokernels import flash_attn_varlen
+from echokernels._target import INTERPRETED, KNOWN_TARGETS
+from echokernels.attention.prefill import _config
+from tests.ops.attention_oracle import Features, attend_ragged, values_scale
+from tests.ops.paged_cache import make_cache
+from tests.strategies import dtypes, generator, poisoned, randn, seeds, strided_randn
+from tests.tolerances import assert_close
+
+# (heads, kv_heads): MHA, GQA of 2 and 4, MQA, and groups that are no power of two.
+HEADS = [(2, 2), (4, 2), (8, 2), (3, 1), (5, 1), (14, 2)]
+# 8: less than a tensor core's tile; 80, 96: padded to 128; 192, 256: wide tiles.
+HEAD_DIMS = [8, 16, 64, 80, 96, 128, 192, 256]
+# (q_len, k_len): empty, decode, prefill, chunk with a prefix, more queries than keys, no keys at
+# all.
+LENGTHS = [(0, 0), (0, 5), (1, 1), (1, 37), (3, 3), (17, 17), (5, 70), (33, 66), (9, 4), (4, 0)]
+features = st.builds(
+    Features,
+    causal=st.booleans(),
+    window=st.sampled_from([(-1, -1), (-1, -1), (0, 0), (3, -1), (-1, 2), (16, 4)]),
+    softcap=st.sampled_from([0.0, 0.0, 2.0]),
+)
+
+
+def boundaries(lens, dtype, device):
+    return torch.tensor([0, *torch.tensor(lens).cumsum(0).tolist()], dtype=dtype, device=device)
+
+
+def check(out, lse, want, want_lse, values):
+    # Two roundings: of the weights, for the second product, and of the result.
+    assert_close(out, want, roundings=2, scale=values_scale(values))
+    assert_close(lse, want_lse, roundings=4, scale=4.0)
+
+
+@given(
+    lengths=st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=4),
+    heads=st.sampled_from(HEADS),
+    head_dim=st.sampled_from(HEAD_DIMS),
+    dtype=dtypes,
+    index_dtype=st.sampled_from([torch.int32, torch.int64]),
+    features=features,
+    pad=st.sampled_from([0, 8]),
+    seed=seeds,
+)
+def test_contiguous(device, lengths, heads, head_dim, dtype, index_dtype, features, pad, seed):
+    gen = generator(seed)
+    heads, kv_heads = heads
+    q_lens, k_lens = [q for q, _ in lengths], [k for _, k in lengths]
+    q = strided_randn(sum(q_lens), heads, head_dim, dtype=dtype, device=device, gen=gen, pad=pad)
+    k = strided_randn(sum(k_lens), kv_heads, head_dim, dtype=dtype, device=device, gen=gen, pad=pad)
+    v = strided_randn(sum(k_lens), kv_heads, head_dim, dtype=dtype, device=device, gen=gen, pad=pad)
+    out, lse = flash_attn_varlen(
+        q,
+        k,
+        v,
+        boundaries(q_lens, index_dtype, device),
+        boundaries(k_lens, index_dtype, device),
+        max(q_lens),
+        max(k_lens),
+        causal=features.causal,
+        window=features.window,
+        softcap=features.softcap,
+        out=poisoned(*q.shape, dtype=dtype, device=device),
+        return_lse=True,
+    )
+    keys, values = list(k.split(k_lens)), list(v.split(k_lens))
+    want = attend_ragged(q, keys, values, q_lens, head_dim**-0.5, features)
+    check(out, lse, *want, values)
+
+
+@given(
+    lengths=st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=4),
+    heads=st.sampled_from(HEADS),
+    head_dim=st.sampled_from(HEAD_DIMS),
+    page_size=st.sampled_from([1, 3, 8, 16, 24, 64]),
+    dtype=dtypes,
+    index_dtype=st.sampled_from([torch.int32, torch.int64]),
+    head_major=st.booleans(),
+    features=features,
+    seed=seeds,
+)
+def test_paged(
+    device, lengths, heads, head_dim, page_size, dtype, index_dtype, head_major, features, seed
+):
+    gen = generator(seed)
+    heads, kv_heads = heads
+    q_lens, k_lens = [q for q, _ in lengths], [k for _, k in lengths]
+    q = randn(sum(q_lens), heads, head_dim, dtype=dtype, device=device, gen=gen)
+    cache = make_cache(
+        k_lens,
+        page_size=page_size,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        device=device,
+        gen=gen,
+        index_dtype=index_dtype,
+        head_major=head_major,
+    )
+    out, lse = flash_attn_varlen(
+        q,
+        cache.k_cache,
+        cache.v_cache,
+        boundaries(q_lens, index_dtype, device),
+        max_seqlen_q=max(q_lens),
+        seqused_k=cache.seqused_k,
+        block_table=cache.block_table,
+        causal=features.causal,
+        window=features.window,
+        softcap=features.softcap,
+        out=poisoned(*q.shape, dtype=dtype, device=device),
+        return_lse=True,
+    )
+    want = attend_ragged(q, cache.keys, cache.values, q_lens, head_dim**-0.5, features)
+    check(out, lse, *want, cache.values)
+
+
+def contiguous_call(device, q_lens, k_lens, heads, kv_heads, head_dim, dtype, gen, **options):
+    q = randn(sum(q_lens), heads, head_dim, dtype=dtype, device=device, gen=gen)
+    k = randn(sum(k_lens), kv_heads, head_dim, dtype=dtype, device=device, gen=gen)
+    v = randn(sum(k_lens), kv_heads, head_dim, dtype=dtype, device=device, gen=gen)
+    result = flash_attn_varlen(
+        q,
+        k,
+        v,
+        boundaries(q_lens, torch.int32, device),
+        boundaries(k_lens, torch.int32, device),
+        max(q_lens),
+        max(k_lens),
+        return_lse=True,
+        **options,
+    )
+    return q, k, v, result
+
+
+@pytest.mark.parametrize(
+    ("q_lens", "k_lens"), [([76, 34, 146], [1, 1, 1]), ([5], [2])], ids=["report", "5-2"]
+)
+def test_a03_more_queries_than_keys(device, q_lens, k_lens):
+    q, k, v, (out, lse) = contiguous_call(
+        device, q_lens, k_lens, 1, 1, 32, torch.float16, generator(3), causal=True
+    )
+    keys, values = list(k.split(k_lens)), list(v.split(k_lens))
+    want, want_lse = attend_ragged(q, keys, values, q_lens, 32**-0.5, Features())
+    check(out, lse, want, want_lse, values)
+    start = 0
+    for q_len, k_len in zip(q_lens, k_lens, strict=True):
+        blind = slice(start, start + q_len - k_len)
+        assert (out[blind] == 0).all()
+        assert lse[:, blind].isneginf().all()
+        start += q_len
+
+
+@pytest.mark.parametrize("filler", [float("nan"), float("inf")])
+def test_a04_unused_slots_never_leak(device, filler):
+    k_lens = [32, 64, 96, 48]
+
+    def run(filler):
+        gen = generator(4)
+        cache = make_cache(
+            k_lens,
+            page_size=128,
+            kv_heads=8,
+            head_dim=64,
+            dtype=torch.float16 if INTERPRETED else torch.bfloat16,
+            device=device,
+            gen=gen,
+            filler=filler,
+        )
+        q = randn(12, 8, 64, dtype=cache.k_cache.dtype, device=device, gen=gen)
+        return flash_attn_varlen(
+            q,
+            cache.k_cache,
+            cache.v_cache,
+            boundaries([3, 3, 3, 3], torch.int32, device),
+            max_seqlen_q=3,
+            seqused_k=cache.seqused_k,
+            block_table=cache.block_table,
+            causal=True,
+        )
+
+    assert torch.equal(run(filler), run(0.0))
+
+
+@pytest.mark.parametrize("head_dim", [80, 96, 192])
+def test_a05_nothing_is_written_past_the_head_dim(device, head_dim):
+    gen = generator(5)
+    q = randn(33, 8, head_dim, dtype=torch.float16, device=device, gen=gen)
+    k = randn(33, 2, head_dim, dtype=torch.float16, device=device, gen=gen)
+    # Heads stand 256 apart: a store of a padded tile would hit the gap.
+    wide = torch.full((34, 8, 256), 7.0, dtype=torch.float16, device=device)
+    cu_seqlens = boundaries([33], torch.int32, device)
+    flash_attn_varlen(
+        q, k, k, cu_seqlens, cu_seqlens, 33, 33, causal=True, out=wide[:33, :, :head_dim]
+    )
+    assert (wide[:, :, head_dim:] == 7).all()
+    assert (wide[33] == 7).all()
+    want, _ = attend_ragged(q, [k], [k], [33], head_dim**-0.5, Features())
+    assert_close(wide[:33, :, :head_dim], want, roundings=2, scale=values_scale([k]))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(40, 8), (28, 4), (9, 3), (12, 1)])
+def test_a06_any_group_size(device, heads, kv_heads):
+    q, k, v, (out, lse) = contiguous_call(
+        device, [5], [11], heads, kv_heads, 16, torch.float16, generator(6), causal=True
+    )
+    check(out, lse, *attend_ragged(q, [k], [v], [5], 0.25, Features()), [v])
+
+
+def test_a06_heads_must_be_divisible(device):
+    with pytest.raises(ValueError, match="q has 3 heads and k 2: the first must be divisible"):
+        contiguous_call(device, [4], [4], 3, 2, 16, torch.float16, generator(6))
+
+
+def test_a10_softcap_of_huge_scores_is_finite(device):
+    # Scores 1000 to 10000 and -10000 capped at 50; softcap comes before the mask.
+    scores = torch.tensor([1000.0, 3000, 4400, 5000, 10000, -10000], device=device)
+    q = torch.zeros(1, 1, 8, device=device)
+    q[..., 0] = 1.0
+    k = torch.zeros(6, 1, 8, device=device)
+    k[:, 0, 0] = scores
+    v = torch.eye(6, 8, device=device)[:, None]
+    one, six = (boundaries([n], torch.int32, device) for n in (1, 6))
+    out, lse = flash_attn_varlen(
+        q, k, v, one, six, 1, 6, softmax_scale=1.0, softcap=50.0, return_lse=True
+    )
+    want, want_lse = attend_ragged(q, [k], [v], [1], 1.0, Features(causal=False, softcap=50.0))
+    check(out, lse, want, want_lse, [v])
+    assert abs(lse.item() - 50 - torch.tensor(5.0).log().item()) < 1e-4
+
+
+def test_fp32_is_exact_and_not_tf32(device):
+    # TF32 would be wrong by 1e-3.
+    q, k, v, (out, lse) = contiguous_call(
+        device, [40], [70], 4, 2, 64, torch.float32, generator(7), causal=True
+    )
+    want, want_lse = attend_ragged(q, [k], [v], [40], 0.125, Features())
+    assert (out.double().cpu() - want).abs().max() < 1e-5
+    assert (lse.double().cpu() - want_lse).abs().max() < 1e-5
+
+
+def test_packed_qkv_slices(device):
+    # q, k and v as views of one projection's output.
+    gen = generator(8)
+    qkv = randn(19, 8, 32, dtype=torch.float16, device=device, gen=gen)
+    q, k, v = qkv[:, :4], qkv[:, 4:6], qkv[:, 6:]
+    cu_seqlens = boundaries([19], torch.int32, device)
+    out = flash_attn_varlen(q, k, v, cu_seqlens, cu_seqlens, 19, 19, causal=True)
+    want, _ = attend_ragged(q, [k], [v], [19], 32**-0.5, Features())
+    assert_close(out, want, roundings=2, scale=values_scale([v]))
+
+
+def test_tokens_outside_the_boundaries_are_left_alone(device):
+    gen = generator(9)
+    q = randn(8, 2, 16, dtype=torch.float16, device=device, gen=gen)
+    cu_seqlens = torch.tensor([2, 6], dtype=torch.int32, device=device)
+    out = torch.full_like(q, 7.0)
+    flash_attn_varlen(q, q, q, cu_seqlens, cu_seqlens, 4, 4, out=out)
+    assert (out[:2] == 7).all()
+    assert (out[6:] == 7).all()
+    want, _ = attend_ragged(q[2:6], [q[2:6]], [q[2:6]], [4], 0.25, Features(causal=False))
+    assert_close(out[2:6], want, roundings=2, scale=values_scale([q]))
+
+
+def test_chunks_equal_the_whole(device):
+    # Chunked prefill: the queries of a prompt in two calls see what they see in one.
+    gen = generator(10)
+    cache = make_cache(
+        [50], page_size=16, kv_heads=2, head_dim=32, dtype=torch.float32, device=device, gen=gen
+    )
+    q = randn(50, 4, 32, dtype=torch.float32, device=device, gen=gen)
+
+    def run(part, k_len):
+        return flash_attn_varlen(
+            part,
+            cache.k_cache,
+            cache.v_cache,
+            boundaries([len(part)], torch.int32, device),
+            seqused_k=torch.tensor([k_len], device=device),
+            block_table=cache.block_table,
+            causal=True,
+        )
+
+    parts = torch.cat([run(q[:23], 23), run(q[23:], 50)])
+    assert_close(parts, run(q, 50).double(), roundings=2)
+
+
+def test_zero_sequences(device):
+    empty = torch.empty(0, 2, 16, device=device)
+    none = torch.zeros(1, dtype=torch.int32, device=device)
+    assert flash_attn_varlen(empty, empty, empty, none, none, 0, 0).shape == (0, 2, 16)
+
+
+def test_opcheck(device):
+    gen = generator(11)
+    qkv = randn(9, 8, 16, dtype=torch.float32, device=device, gen=gen)
+    out = torch.empty(9, 4, 16, device=device)
+    lse = torch.empty(4, 9, device=device)
+    cu_seqlens = boundaries([4, 5], torch.int32, device)
+    args = (
+        out, lse, qkv[:, :4], qkv[:, 4:6], qkv[:, 6:], cu_seqlens, cu_seqlens, None, None,
+        5, 5, 0.25, True, -1, -1, 0.0, None, None, None, None,
+    )  # fmt: skip
+    torch.library.opcheck(torch.ops.echo.flash_attn_varlen.default, args)
+
+
+def bad_arguments():
+    yield {"q": torch.zeros(4, 2, 12)}, ValueError, "must end in a head_dim that is a multiple of 8"
+    yield {"q": torch.zeros(4, 2, 264)}, ValueError, "a multiple of 8 up to 256"
+    yield {"q": torch.zeros(4, 2, 16).double()}, TypeError, "q.dtype is float64, must be float16"
+    yield {"k": torch.zeros(4, 2, 16).half()}, TypeError, "k.dtype is float16, must be float32"
+    yield {"k": torch.zeros(4, 2, 8)}, ValueError, "k.shape is (4, 2, 8), must be (4, 2, 16)"
+    yield {"k": torch.zeros(4, 16, 2).mT}, ValueError, "must be 1 in the last dimension"
+    yield (
+        {"cu_seqlens_q": torch.zeros(2)},
+        TypeError,
+        "cu_seqlens_q.dtype is float32, must be int32, int64",
+    )
+    yield {"cu_seqlens_k": None}, ValueError, "cu_seqlens_k is None, must be given"
+    yield {"window": (-2, 0)}, ValueError, "window_left is -2, must be at least -1"
+    yield {"softcap": float("nan")}, ValueError, "softcap is nan, must be at least 0.0"
+    yield {"softmax_scale": float("inf")}, ValueError, "softmax_scale is inf, must be finite"
+
+
+@pytest.mark.parametrize(("change", "error", "message"), list(bad_arguments()))
+def test_bad_arguments(change, error, message):
+    zeros = torch.zeros(4, 2, 16)
+    cu_seqlens = torch.tensor([0, 4], dtype=torch.int32)
+    good = {
+        "q": zeros,
+        "k": zeros,
+        "v": zeros,
+        "cu_seqlens_q": cu_seqlens,
+        "cu_seqlens_k": cu_seqlens,
+    }
+    flash_attn_varlen(**good)
+    with pytest.raises(error) as caught:
+        flash_attn_varlen(**{**good, **change})
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["alibi_slopes", "sinks", "k_scale", "v_scale"])
+def test_what_is_not_supported_yet_is_refused(name):
+    zeros, cu_seqlens = torch.zeros(4, 2, 16), torch.tensor([0, 4], dtype=torch.int32)
+    options = dict.fromkeys(("alibi_slopes", "sinks", "k_scale", "v_scale")) | {name: zeros[0, 0]}
+    with pytest.raises(ValueError, match=f"{name} is given, must be None: .* not supported yet"):
+        torch.ops.echo.flash_attn_varlen(
+            zeros, None, zeros, zeros, zeros, cu_seqlens, cu_seqlens, None, None, 4, 4, 1.0, True,
+            -1, -1, 0.0, *options.values(),
+        )  # fmt: skip
+
+
+def test_gradients_are_refused():
+    zeros, cu_seqlens = torch.zeros(4, 2, 16), torch.tensor([0, 4], dtype=torch.int32)
+    with (
+        torch.enable_grad(),
+        pytest.raises(ValueError, match=r"flash_attn_varlen: k\.requires_grad is True"),
+    ):
+        flash_attn_varlen(zeros, zeros.clone().requires_grad_(), zeros, cu_seqlens, cu_seqlens)
+
+
+def test_config_follows_rows_and_target():
+    sm_90, gfx = KNOWN_TARGETS["sm_90"], KNOWN_TARGETS["gfx942"]
+    assert _config(128, 2, 4, sm_90).block_m == 16  # one token of a group of four
+    assert _config(128, 2, 4096, sm_90).block_m == 128
+    assert _config(256, 2, 4096, sm_90).block_m == 64
+    assert _config(128, 2, 4096, gfx).block_m == 64
+
+
+@pytest.mark.gpu
+def test_a22_more_sequences_than_a_grid_dimension(cuda):
+    q = torch.randn(70_000, 1, 16, device=cuda, dtype=torch.float16)
+    cu_seqlens = torch.arange(70_001, device=cuda, dtype=torch.int32)
+    assert torch.equal(flash_attn_varlen(q, q, q, cu_seqlens, cu_seqlens, 1, 1, causal=True), q)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_long_ragged_batch_in_bf16(cuda, head_dim):
+    gen = generator(12)
+    q_lens, k_lens = [1000, 129, 1, 700], [1000, 900, 333, 700]
+    q, k, v, (out, lse) = contiguous_call(
+        cuda, q_lens, k_lens, 4, 2, head_dim, torch.bfloat16, gen, causal=True
+    )
+    keys, values = list(k.split(k_lens)), list(v.split(k_lens))
+    check(out, lse, *attend_ragged(q, keys, values, q_lens, head_dim**-0.5, Features()), values)
+
+
+@pytest.mark.gpu
+def test_compiled_equals_eager(cuda):
+    def call(q, k, v, cu_seqlens):
+        return flash_attn_varlen(
+            q, k, v, cu_seqlens, cu_seqlens, q.shape[0], k.shape[0], causal=True
+        )
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True)
+    for tokens in (33, 50):
+        # A slice of a packed projection: the strides must survive tracing (A21).
+        qkv = torch.randn(tokens, 6, 64, device=cuda, dtype=torch.bfloat16)
+        args = (qkv[:, :4], qkv[:, 4:5], qkv[:, 5:], boundaries([tokens - 9, 9], torch.int32, cuda))
+        assert torch.equal(compiled(*args), call(*args))
