@@ -30,52 +30,22 @@ from echokernels.attention._arguments import (
     check_pages,
     check_queries,
 )
-from echokernels.attention._softmax import LN_2, LOG2_E, attend, finish, key_range
+from echokernels.attention._softmax import attend, finish, key_range
+from echokernels.attention._split_k import chunks, merge_splits_kernel, query_range
 from echokernels.attention.split import (
     INVARIANT_SPLITS,
     MAX_QUERIES,
     MIN_KEYS,
     choose_num_splits,
-    most_split_rows,
 )
+from echokernels.attention.workspace import partials
 
 
-@triton.jit
-def _query_range(seq, cu_seqlens_q_ptr):
-    """(first token, number of query tokens) of a sequence; without boundaries every sequence has
-    one."""
-    if cu_seqlens_q_ptr is None:
-        start = seq
-        count = tl.full([], 1, tl.int32)
-    else:
-        start = tl.load(cu_seqlens_q_ptr + seq).to(tl.int64)
-        count = (tl.load(cu_seqlens_q_ptr + seq + 1) - start).to(tl.int32)
-    return start, count
-
-
-@triton.jit
-def _chunks(
-    q_len,
-    k_len,
-    split_divisor,
-    min_chunk,
-    window_left,
-    HAS_LEFT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """(first visible key rounded down to a tile, keys per split): a function of the sequence's own
-    lengths alone."""
-    first = 0
-    if HAS_LEFT:
-        first = tl.maximum(0, k_len - q_len - window_left) // BLOCK_N * BLOCK_N
-    chunk = tl.maximum(tl.cdiv(k_len - first, split_divisor), min_chunk)
-    return first, tl.cdiv(chunk, BLOCK_N) * BLOCK_N
-
-
+# Index tensors may be slices at any offset of larger buffers: their alignment varies at run time.
 @triton.jit(
     do_not_specialize=[
-        "num_seqs", "num_tiles", "num_tokens", "split_divisor", "min_chunk",
-        "window_left", "window_right",
+        "block_table_ptr", "seqused_k_ptr", "cu_seqlens_q_ptr", "num_seqs", "num_tiles",
+        "num_tokens", "split_divisor", "min_chunk", "window_left", "window_right",
         "table_stride", "lse_stride_head",
     ]
 )  # fmt: skip
@@ -132,11 +102,11 @@ def _paged_attention_kernel(
     seq = (pid // kv_heads // num_tiles % num_seqs).to(tl.int64)
     split_id = (pid // kv_heads // num_tiles // num_seqs).to(tl.int64)
 
-    q_start, q_len = _query_range(seq, cu_seqlens_q_ptr)
+    q_start, q_len = query_range(seq, cu_seqlens_q_ptr)
     if tile * BLOCK_M >= q_len * GROUP:
         return
     k_len = tl.load(seqused_k_ptr + seq).to(tl.int32)
-    first_key, chunk = _chunks(
+    first_key, chunk = chunks(
         q_len, k_len, split_divisor, min_chunk, window_left, HAS_LEFT, BLOCK_N
     )
     chunk_begin = first_key + split_id.to(tl.int32) * chunk
@@ -201,82 +171,6 @@ def _paged_attention_kernel(
             tl.store(lse_rows, lse, mask=row_mask)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_tokens", "max_seqlen_q", "split_divisor", "min_chunk", "window_left",
-        "lse_stride_head",
-    ]
-)  # fmt: skip
-def _merge_splits_kernel(
-    out_ptr,  # [num_tokens, heads, HEAD_DIM]
-    lse_ptr,  # f32[heads, num_tokens], or None
-    partial_out_ptr,  # f32[splits, num_tokens, heads, HEAD_DIM]
-    partial_lse_ptr,  # f32[splits, num_tokens, heads]
-    seqused_k_ptr,
-    cu_seqlens_q_ptr,
-    num_tokens,
-    max_seqlen_q,
-    heads,
-    split_divisor,
-    min_chunk,
-    out_stride_token,
-    out_stride_head,
-    lse_stride_head,
-    lse_stride_token,
-    window_left,
-    HAS_LEFT: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,  # of the kernel that wrote the partials
-    BLOCK_S: tl.constexpr,  # partials read at a time
-):
-    pid = tl.program_id(0).to(tl.int64)
-    head = pid % heads
-    query = pid // heads % max_seqlen_q
-    seq = pid // heads // max_seqlen_q
-    q_start, q_len = _query_range(seq, cu_seqlens_q_ptr)
-    if query >= q_len:
-        return
-    k_len = tl.load(seqused_k_ptr + seq).to(tl.int32)
-    first_key, chunk = _chunks(
-        q_len, k_len, split_divisor, min_chunk, window_left, HAS_LEFT, BLOCK_N
-    )
-    num_splits = tl.cdiv(k_len - first_key, chunk)
-
-    token = q_start + query
-    d = tl.arange(0, BLOCK_D)[None, :]
-    acc = tl.zeros([BLOCK_D], tl.float32)
-    m = tl.full([], float("-inf"), tl.float32)
-    l = tl.zeros([], tl.float32)
-    for start in range(0, num_splits, BLOCK_S):
-        split_id = start + tl.arange(0, BLOCK_S)
-        mask = split_id < num_splits
-        index = (split_id.to(tl.int64) * num_tokens + token) * heads + head
-        lse = tl.load(partial_lse_ptr + index, mask=mask, other=float("-inf")) * LOG2_E
-        partial = tl.load(
-            partial_out_ptr + index[:, None] * HEAD_DIM + d,
-            mask=mask[:, None] & (d < HEAD_DIM),
-            other=0.0,
-        )
-        m_new = tl.maximum(m, tl.max(lse, axis=0))
-        # All chunks so far are empty while m is -inf; 0 in its place makes every weight 0, not NaN.
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        weight = tl.exp2(lse - m_safe)
-        alpha = tl.exp2(m - m_safe)
-        acc = acc * alpha + tl.sum(partial * weight[:, None], axis=0)
-        l = l * alpha + tl.sum(weight, axis=0)
-        m = m_new
-
-    empty = l == 0.0
-    safe = tl.where(empty, 1.0, l)
-    column = tl.arange(0, BLOCK_D)
-    out_row = out_ptr + token * out_stride_token + head * out_stride_head
-    tl.store(out_row + column, (acc / safe).to(out_ptr.dtype.element_ty), mask=column < HEAD_DIM)
-    if lse_ptr is not None:
-        lse = tl.where(empty, float("-inf"), (m + tl.log2(safe)) * LN_2)
-        tl.store(lse_ptr + head * lse_stride_head + token * lse_stride_token, lse)
-
-
 def _config(head_dim: int, itemsize: int, rows: int, target: Target) -> TileConfig:
     """block_m: rows (query token, head of the group); block_n: keys. `rows`: the most that a
     sequence has."""
@@ -287,9 +181,11 @@ def _config(head_dim: int, itemsize: int, rows: int, target: Target) -> TileConf
     # 16 is the tensor cores' least; several queries of a large group take several tiles.
     block_m = min(max(16, triton.next_power_of_2(rows)), 32 if wide else 64)
     block_n = 32 if wide else 64
-    # Three tiles of K and V in flight hide the latency of memory.
+    # On an H200 two warps a program read 64 x 8k at 4.43 TB/s, four at 4.24, eight at 3.30: fewer
+    # warps mean more programs, and so more independent loads, on an SM.
+    num_warps = 2 if block_m == 16 and not wide else 4
     num_stages = 3 if target.shared_memory >= 128 * 1024 else 1 if wide else 2
-    return TileConfig(block_m, block_n, num_warps=4, num_stages=num_stages)
+    return TileConfig(block_m, block_n, num_warps, num_stages)
 
 
 def _check(
@@ -337,25 +233,6 @@ def _check(
     check_same_device("q", q, cu_seqlens_q=cu_seqlens_q, workspace=workspace)
 
 
-def _partials(
-    workspace: torch.Tensor | None, q: torch.Tensor, num_splits: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Partial outputs and their LSEs, in the workspace given or newly allocated."""
-    rows = num_splits * q.shape[0] * q.shape[1]
-    need = rows * (q.shape[2] + 1)
-    if workspace is None:
-        scratch = torch.empty(need, dtype=torch.float32, device=q.device)
-    else:
-        size = workspace.numel() * workspace.element_size()
-        if size < need * 4:
-            raise ValueError(
-                f"workspace has {size} bytes, must have at least {need * 4}: "
-                "see attention_workspace_size"
-            )
-        scratch = workspace.view(-1).view(torch.uint8)[: need * 4].view(torch.float32)
-    return scratch[: rows * q.shape[2]], scratch[rows * q.shape[2] :]
-
-
 def _launch(
     out: torch.Tensor,
     lse: torch.Tensor | None,
@@ -400,7 +277,7 @@ def _launch(
         block_table.shape[1] * page_size,
         target.num_sms,
     )
-    partial_out, partial_lse = _partials(workspace, q, splits) if splits > 1 else (None, None)
+    partial_out, partial_lse = partials(workspace, q, splits) if splits > 1 else (None, None)
     split_divisor = INVARIANT_SPLITS if kv_split_size > 0 else splits
     min_chunk = kv_split_size if kv_split_size > 0 else 1 if num_splits > 0 else MIN_KEYS
     lse_strides = (0, 0) if lse is None else lse.stride()
@@ -450,7 +327,7 @@ def _launch(
     if splits == 1:
         return
     launch(
-        _merge_splits_kernel,
+        merge_splits_kernel,
         (num_seqs * max_seqlen_q * heads,),
         out,
         lse,
@@ -485,34 +362,6 @@ _paged_attention = define_op(
     triton=_launch,
     reference=reference.paged_attention,
 )
-
-
-def attention_workspace_size(
-    max_seqs: int,
-    max_tokens: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    num_splits: int = 0,
-    device: torch.device | str | None = None,
-) -> int:
-    """Bytes of `workspace` that serve every call of up to max_seqs sequences and max_tokens query
-    tokens.
-
-    num_splits: as passed to the op; pass 32 where the op gets kv_split_size > 0. device: the GPU it
-    will run on (the current one by default).
-    """
-    for name, value in (("max_seqs", max_seqs), ("max_tokens", max_tokens), ("head_dim", head_dim)):
-        check_range(name, value, 0)
-    check_range("num_heads", num_heads, 1)
-    check_range("num_kv_heads", num_kv_heads, 1)
-    check_range("num_splits", num_splits, 0)
-    where = (
-        torch.device("cuda" if torch.cuda.is_available() else "cpu") if device is None else device
-    )
-    num_sms = target_of(torch.device(where)).num_sms
-    rows = most_split_rows(num_splits, max_seqs, max_tokens, num_kv_heads, num_sms) * num_heads
-    return rows * (head_dim + 1) * 4
 
 
 def paged_attention(

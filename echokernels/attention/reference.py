@@ -1,7 +1,7 @@
 """Plain PyTorch forms of the attention ops: their definition, the tests' oracle and the CPU
 implementation.
 
-Arithmetic is in float32, or float64 when the queries are float64. Keys that a query does not see
+Arithmetic is in float32, or float64 when the inputs are float64. Keys that a query does not see
 have their values replaced by 0 (never multiplied by 0), so nothing in unused memory reaches the
 output.
 """
@@ -9,6 +9,8 @@ output.
 from itertools import pairwise
 
 import torch
+
+from echokernels._checks import check_indices
 
 
 def flash_attn_varlen(
@@ -137,6 +139,55 @@ def merge_attn_states(
         out_lse.copy_(top + total.log())
 
 
+def reshape_and_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None,  # noqa: ARG001
+    v_scale: torch.Tensor | None,  # noqa: ARG001
+) -> None:
+    num_pages, page_size = k_cache.shape[:2]
+    num_slots = num_pages * page_size
+    check_indices("slot_mapping", slot_mapping, torch.iinfo(slot_mapping.dtype).min, num_slots)
+    token = ((slot_mapping >= 0) & (slot_mapping < num_slots)).nonzero().squeeze(1)
+    slot = slot_mapping[token]
+    page, offset = slot // page_size, slot % page_size
+    k_cache[page, offset] = key[token]
+    v_cache[page, offset] = value[token]
+
+
+def rotary_embedding(
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    head_dim: int,
+    cos_sin_cache: torch.Tensor,
+    is_neox: bool,
+) -> None:
+    max_position, rotary_dim = cos_sin_cache.shape
+    check_indices("positions", positions, 0, max_position)
+    if max_position == 0:
+        return
+    row = positions.clamp(0, max_position - 1)
+    in_table = (row == positions)[:, None, None]
+    cos, sin = cos_sin_cache[row][:, None, :].chunk(2, dim=-1)
+    for tensor in (query, key):
+        if tensor is None:
+            continue
+        heads = tensor if tensor.dim() == 3 else _split_heads(tensor, head_dim)
+        if is_neox:
+            first, second = heads[..., :rotary_dim].chunk(2, dim=-1)
+        else:
+            first, second = heads[..., 0:rotary_dim:2], heads[..., 1:rotary_dim:2]
+        x, y = _accumulable(first), _accumulable(second)
+        rotated_x = torch.where(in_table, x * cos - y * sin, x)
+        rotated_y = torch.where(in_table, y * cos + x * sin, y)
+        first.copy_(rotated_x)
+        second.copy_(rotated_y)
+
+
 def _visible(
     position: torch.Tensor,  # [batch, queries], where each query stands among the keys
     k_lens: torch.Tensor,  # [batch]
@@ -184,3 +235,11 @@ def _attend(
     lse = (top + total.log()).squeeze(-1)
     out = out.unflatten(2, (queries, -1)).transpose(1, 2).reshape(batch, queries, heads, head_dim)
     return out, lse.unflatten(2, (queries, -1)).transpose(1, 2).reshape(batch, queries, heads)
+
+
+def _split_heads(x: torch.Tensor, head_dim: int) -> torch.Tensor:
+    return x.view(x.shape[0], x.shape[1] // head_dim, head_dim)
+
+
+def _accumulable(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype == torch.float64 else x.float()

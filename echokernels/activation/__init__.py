@@ -1,0 +1,1 @@
+"""Gated activation ops: SwiGLU and GeGLU."""

@@ -1,0 +1,192 @@
+"""Writes of new keys and values into the pages of the KV cache.
+
+    k_cache[slot // page_size, slot % page_size] = key[token]        slot = slot_mapping[token]
+
+and the same for the values: bits are copied. `k_cache` and `v_cache` are mutated.
+
+key: [tokens, kv_heads, head_dim], k_cache: [num_pages, page_size, kv_heads, head_dim].
+A slot below 0 marks a token that is not stored (padding); one beyond the cache is ignored as well.
+Of tokens that share a slot any may win, head by head.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from echokernels._checks import (
+    FLOATS,
+    INDEX,
+    check_absent,
+    check_dim,
+    check_dtype,
+    check_indices,
+    check_last_contiguous,
+    check_same_device,
+    check_shape,
+)
+from echokernels._launch import launch
+from echokernels._library import define_op
+from echokernels._tuning import TileConfig, select
+from echokernels.attention import reference
+
+
+# slot_mapping may be a slice at any offset of a larger buffer, so its alignment varies at run time.
+@triton.jit(do_not_specialize=["slot_mapping_ptr"])
+def _reshape_and_cache_kernel(
+    key_ptr,  # [tokens, kv_heads, head_dim]
+    value_ptr,  # [tokens, kv_heads, v_head_dim]
+    k_cache_ptr,  # [num_pages, page_size, kv_heads, head_dim]
+    v_cache_ptr,  # [num_pages, page_size, kv_heads, v_head_dim]
+    slot_mapping_ptr,  # int[tokens]
+    num_slots,
+    page_size,
+    kv_heads,
+    head_dim,
+    v_head_dim,
+    key_stride_token,
+    key_stride_head,
+    value_stride_token,
+    value_stride_head,
+    k_cache_stride_page,
+    k_cache_stride_slot,
+    k_cache_stride_head,
+    v_cache_stride_page,
+    v_cache_stride_slot,
+    v_cache_stride_head,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    head_tiles = tl.cdiv(kv_heads, BLOCK_H)
+    token = (tl.program_id(0) // head_tiles).to(tl.int64)
+    head = ((tl.program_id(0) % head_tiles) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]
+    column = tl.arange(0, BLOCK_D)[None, :]
+    k_mask = (head < kv_heads) & (column < head_dim)
+    v_mask = (head < kv_heads) & (column < v_head_dim)
+    # The loads need not wait for the slot, which only the stores depend on.
+    k = tl.load(key_ptr + token * key_stride_token + head * key_stride_head + column, mask=k_mask)
+    v = tl.load(
+        value_ptr + token * value_stride_token + head * value_stride_head + column, mask=v_mask
+    )
+
+    slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
+    is_stored = (slot >= 0) & (slot < num_slots)
+    page = slot // page_size
+    offset = slot % page_size
+    k_slot_ptr = k_cache_ptr + page * k_cache_stride_page + offset * k_cache_stride_slot
+    v_slot_ptr = v_cache_ptr + page * v_cache_stride_page + offset * v_cache_stride_slot
+    tl.store(k_slot_ptr + head * k_cache_stride_head + column, k, mask=k_mask & is_stored)
+    tl.store(v_slot_ptr + head * v_cache_stride_head + column, v, mask=v_mask & is_stored)
+
+
+def _config(kv_heads: int, head_dim: int) -> TileConfig:
+    block_d = triton.next_power_of_2(head_dim)
+    # 1,024 elements of K and of V over 4 warps: a thread copies 16 bytes of both if they are bf16.
+    block_h = min(triton.next_power_of_2(kv_heads), max(1, 1024 // block_d))
+    num_warps = min(max(block_h * block_d // 256, 1), 4)
+    return TileConfig(block_h, block_d, num_warps)
+
+
+def _check(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+) -> None:
+    check_absent("k_scale", k_scale, "INT8 caches are not supported yet")
+    check_absent("v_scale", v_scale, "INT8 caches are not supported yet")
+    check_dim("key", key, 3)
+    check_dtype("key", key, FLOATS)
+    tokens, kv_heads, head_dim = key.shape
+    check_shape("value", value, tokens, kv_heads, None)
+    check_shape("k_cache", k_cache, None, None, kv_heads, head_dim)
+    num_pages, page_size = k_cache.shape[:2]
+    check_shape("v_cache", v_cache, num_pages, page_size, kv_heads, value.shape[2])
+    if page_size == 0:
+        raise ValueError(
+            f"k_cache.shape is {tuple(k_cache.shape)}, must have a page size of at least 1"
+        )
+    for name, tensor in (("value", value), ("k_cache", k_cache), ("v_cache", v_cache)):
+        check_dtype(name, tensor, (key.dtype,))
+        check_last_contiguous(name, tensor)
+    check_last_contiguous("key", key)
+    check_shape("slot_mapping", slot_mapping, tokens)
+    check_dtype("slot_mapping", slot_mapping, INDEX)
+    check_last_contiguous("slot_mapping", slot_mapping)
+    check_same_device(
+        "key", key, value=value, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping
+    )
+
+
+def _launch(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None,  # noqa: ARG001
+    v_scale: torch.Tensor | None,  # noqa: ARG001
+) -> None:
+    num_pages, page_size, kv_heads, head_dim = k_cache.shape
+    v_head_dim = v_cache.shape[3]
+    num_slots = num_pages * page_size
+    check_indices("slot_mapping", slot_mapping, torch.iinfo(slot_mapping.dtype).min, num_slots)
+    width = max(head_dim, v_head_dim)
+    config = select("reshape_and_cache", (kv_heads, width), lambda: _config(kv_heads, width))
+    launch(
+        _reshape_and_cache_kernel,
+        (slot_mapping.shape[0] * triton.cdiv(kv_heads, config.block_m),),
+        key,
+        value,
+        k_cache,
+        v_cache,
+        slot_mapping,
+        num_slots,
+        page_size,
+        kv_heads,
+        head_dim,
+        v_head_dim,
+        *key.stride()[:2],
+        *value.stride()[:2],
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        BLOCK_H=config.block_m,
+        BLOCK_D=config.block_n,
+        num_warps=config.num_warps,
+    )
+
+
+_reshape_and_cache = define_op(
+    "reshape_and_cache(Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) v_cache, "
+    "Tensor slot_mapping, Tensor(c!)? k_scale, Tensor(d!)? v_scale) -> ()",
+    check=_check,
+    triton=_launch,
+    reference=reference.reshape_and_cache,
+)
+
+
+def reshape_and_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> None:
+    """Writes each token's key and value to its slot of the caches, in place.
+
+    key: [tokens, kv_heads, head_dim], value: [tokens, kv_heads, v_head_dim], fp16, bf16 or fp32;
+    they may be views of a packed QKV tensor.
+    k_cache, v_cache: [num_pages, page_size, kv_heads, head_dim or v_head_dim], the same dtype, any
+    strides, so they may be permuted head-major caches. All last dimensions are contiguous.
+    slot_mapping: int32 or int64 [tokens], slot = page * page_size + offset. A negative slot is
+    skipped; so is one beyond the cache, which ECHOKERNELS_DEBUG=1 refuses with ValueError. Which of
+    several tokens with one slot remains is undefined and may differ from head to head.
+    k_scale, v_scale: must be None, INT8 caches are not supported yet.
+
+    Raises ValueError or TypeError for shapes, strides, devices or dtypes that do not fit.
+    """
+    _reshape_and_cache(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)

@@ -1,0 +1,40 @@
+"""The page write compiles for every target."""
+
+import pytest
+import torch
+
+from tests.aot.harness import TARGETS, compile_op, meta
+
+
+def compile_write(target, head_dim=128, dtype=torch.bfloat16, index=torch.int64, num_pages=64):
+    kv_heads, tokens, page_size = 8, 5, 16
+    qkv = meta(tokens, (32 + 2 * kv_heads) * head_dim, dtype=dtype)
+    kv = qkv[:, 32 * head_dim :].view(tokens, 2, kv_heads, head_dim)
+    cache = meta(num_pages, page_size, kv_heads, head_dim, dtype=dtype)
+    slots = meta(tokens, dtype=index)
+    args = (kv[:, 0], kv[:, 1], cache, cache, slots, None, None)
+    return compile_op("reshape_and_cache", target, *args)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+def test_reshape_and_cache(target, head_dim):
+    compile_write(target, head_dim)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_dtypes(target, dtype, index):
+    compile_write(target, dtype=dtype, index=index)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a01_more_slots_than_an_int32_counts(target):
+    compile_write(target, num_pages=2**28)
+
+
+def test_loads_and_stores_are_16_bytes_wide():
+    (kernel,) = compile_write("sm_90")
+    assert kernel.asm["ptx"].count("ld.global.v4.b32") == 2  # key, value
+    assert kernel.asm["ptx"].count("st.global.v4.b32") == 2

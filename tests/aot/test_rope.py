@@ -1,0 +1,50 @@
+"""The rotary embedding compiles for every target."""
+
+import pytest
+import torch
+
+from tests.aot.harness import TARGETS, compile_op, meta
+
+# Neighbour pairs cost shuffles where halves are separate loads, so both are compiled everywhere.
+PAIRINGS = pytest.mark.parametrize("is_neox", [True, False])
+
+
+def compile_rope(
+    target, is_neox, head_dim=128, rotary_dim=128, dtype=torch.bfloat16, index=torch.int64
+):
+    qkv = meta(5, (32 + 8 + 8) * head_dim, dtype=dtype)
+    query, key, _ = qkv.split([32 * head_dim, 8 * head_dim, 8 * head_dim], dim=1)
+    table = meta(4096, rotary_dim, dtype=torch.float32)
+    positions = meta(5, dtype=index)
+    return compile_op("rotary_embedding", target, positions, query, key, head_dim, table, is_neox)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@PAIRINGS
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (128, 128), (80, 32), (8, 6)])
+def test_rotary_embedding(target, is_neox, head_dim, rotary_dim):
+    compile_rope(target, is_neox, head_dim, rotary_dim)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_dtypes(target, dtype, index):
+    compile_rope(target, True, dtype=dtype, index=index)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_without_key(target):
+    table = meta(64, 64, dtype=torch.float32)
+    positions = meta(5, dtype=torch.int32)
+    compile_op("rotary_embedding", target, positions, meta(5, 9, 64), None, 64, table, True)
+
+
+@PAIRINGS
+def test_loads_and_stores_are_16_bytes_wide(is_neox):
+    (kernel,) = compile_rope("sm_90", is_neox)
+    ptx = kernel.asm["ptx"]
+    # Query and key have a branch each: x and y (or both of them as 16 neighbours) in and out.
+    assert ptx.count("st.global.v4.b32") == 4
+    assert ptx.count("ld.global.v4.b32") >= 4
+    assert "ld.global.b16" not in ptx
