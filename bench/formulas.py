@@ -1,0 +1,143 @@
+"""The ops in plain PyTorch: peers as they are and once compiled; on float64 inputs, the reference.
+
+Arguments are those of the raw ops without the outputs. Nothing but pages is mutated.
+"""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return functional.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def fused_add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    total = _accumulable(x) + residual
+    scale = torch.rsqrt(total.square().mean(-1, keepdim=True) + eps)
+    return (total * scale * weight).to(x.dtype), total.to(x.dtype)
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, -1)
+    return functional.silu(gate) * up
+
+
+def gelu_and_mul(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, -1)
+    return functional.gelu(gate) * up
+
+
+def gelu_tanh_and_mul(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, -1)
+    return functional.gelu(gate, approximate="tanh") * up
+
+
+def rotary_embedding(
+    positions: Tensor,  # i64[tokens]
+    query: Tensor,  # [tokens, heads, head_dim]
+    key: Tensor,  # [tokens, kv_heads, head_dim]
+    cos_sin_cache: Tensor,  # f32[max_position, head_dim]
+) -> tuple[Tensor, Tensor]:
+    cos, sin = cos_sin_cache[positions][:, None].chunk(2, -1)
+
+    def rotate(x: Tensor) -> Tensor:
+        a, b = x.chunk(2, -1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+    return rotate(query), rotate(key)
+
+
+def reshape_and_cache(
+    key: Tensor,  # [tokens, kv_heads, head_dim]
+    value: Tensor,
+    k_cache: Tensor,  # [num_pages, page_size, kv_heads, head_dim], mutated
+    v_cache: Tensor,
+    slot_mapping: Tensor,  # i64[tokens]
+) -> tuple[Tensor, Tensor]:
+    for cache, new in ((k_cache, key), (v_cache, value)):
+        cache.flatten(0, 1).index_copy_(0, slot_mapping, new)
+    return k_cache, v_cache
+
+
+def merge_attn_states(
+    prefix_out: Tensor,  # [tokens, heads, head_dim]
+    prefix_lse: Tensor,  # f32[heads, tokens]
+    suffix_out: Tensor,
+    suffix_lse: Tensor,
+) -> tuple[Tensor, Tensor]:
+    lse = torch.logaddexp(prefix_lse, suffix_lse)
+    prefix_weight = (prefix_lse - lse).exp().T[..., None]
+    suffix_weight = (suffix_lse - lse).exp().T[..., None]
+    return (prefix_out * prefix_weight + suffix_out * suffix_weight).to(prefix_out.dtype), lse
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal, of one sequence. q: [queries, heads, head_dim]; k, v: [keys, kv_heads, head_dim].
+
+    The last query sees all keys. Head by head: all the scores of a long prompt would not fit.
+    """
+    future = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool, device=q.device)
+    future = future.triu(k.shape[0] - q.shape[0] + 1)
+    group = q.shape[1] // k.shape[1]
+    out = torch.empty_like(q)
+    for head in range(q.shape[1]):
+        scores = q[:, head] @ k[:, head // group].T / q.shape[-1] ** 0.5
+        out[:, head] = scores.masked_fill_(future, -torch.inf).softmax(-1) @ v[:, head // group]
+    return out
+
+
+def attention_of(
+    sequences: Callable[..., Iterable[tuple[Tensor, Tensor, Tensor]]],
+) -> Callable[..., Tensor]:
+    """`attention` of all the (q, k, v) that `sequences` finds in its arguments."""
+    return lambda *inputs: torch.cat([attention(*qkv) for qkv in sequences(*inputs)])
+
+
+def sample_temperature(logits: Tensor, temperature: Tensor, *_: Tensor) -> Tensor:
+    return _draw((logits / temperature[:, None]).softmax(-1))
+
+
+def sample_sorted(
+    logits: Tensor,  # f32[rows, vocab]
+    temperature: Tensor,  # f32[rows]
+    top_k: Tensor,  # i32[rows], 0: all
+    top_p: Tensor,  # f32[rows]
+    *_: Tensor,
+) -> Tensor:
+    """Any k and p in each row."""
+    logits, ids = logits.sort(-1, descending=True)
+    probs = kept_probs(logits, temperature, top_k, top_p)
+    return ids.gather(-1, _draw(probs)[:, None])[:, 0]
+
+
+def sample_top_k(
+    k: int, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, *_: Tensor
+) -> Tensor:
+    """One k, known on the host, in all rows."""
+    logits, ids = logits.topk(k, -1)
+    probs = kept_probs(logits, temperature, top_k, top_p)
+    return ids.gather(-1, _draw(probs)[:, None])[:, 0]
+
+
+def kept_probs(sorted_logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Probabilities after top-k, then top-p, of logits sorted from the largest. They sum to 1."""
+    rank = torch.arange(sorted_logits.shape[-1], device=sorted_logits.device)
+    dropped = (rank >= top_k[:, None]) & (top_k[:, None] > 0)
+    scaled = (sorted_logits / temperature[:, None]).masked_fill(dropped, -torch.inf)
+    probs = scaled.softmax(-1)
+    beyond = probs.cumsum(-1) - probs >= top_p[:, None]
+    return scaled.masked_fill(beyond, -torch.inf).softmax(-1)
+
+
+def _draw(probs: Tensor) -> Tensor:
+    # With e exponential, argmax(p / e) is distributed as p; torch.multinomial waits for the device.
+    return (probs / torch.empty_like(probs).exponential_()).argmax(-1)
+
+
+def _accumulable(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()

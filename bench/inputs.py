@@ -1,0 +1,134 @@
+"""Random inputs of the cases. Activations and caches are bf16, page tables and lengths int32."""
+
+import math
+import random
+from collections.abc import Iterator
+
+import torch
+
+from bench.case import Inputs
+
+Sequence = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""q [queries, heads, head_dim], k and v [keys, kv_heads, head_dim] of one sequence."""
+
+PAGE_SIZE = 16
+
+
+def randn(device: torch.device, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(shape, dtype=dtype, device=device)
+
+
+def rotary(device: torch.device, tokens: int, heads: int, kv_heads: int, head_dim: int) -> Inputs:
+    """(positions, query, key, cos_sin_cache) of one prompt."""
+    positions = torch.arange(tokens, device=device)
+    inv_freq = 10_000.0 ** -torch.arange(0, 1, 2 / head_dim, device=device)
+    angles = positions[:, None] * inv_freq
+    query, key = (randn(device, tokens, h, head_dim) for h in (heads, kv_heads))
+    return positions, query, key, torch.cat((angles.cos(), angles.sin()), -1)
+
+
+def page_write(device: torch.device, tokens: int, kv_heads: int, head_dim: int) -> Inputs:
+    """(key, value, k_cache, v_cache, slot_mapping): every second slot, in random order."""
+    num_pages = 2 * math.ceil(tokens / PAGE_SIZE)
+    key, value = (randn(device, tokens, kv_heads, head_dim) for _ in range(2))
+    caches = _pages(device, num_pages, kv_heads, head_dim)
+    slots = torch.randperm(num_pages * PAGE_SIZE, device=device)[:tokens]
+    return key, value, *caches, slots
+
+
+def attention_states(device: torch.device, tokens: int, heads: int, head_dim: int) -> Inputs:
+    """(prefix_out, prefix_lse, suffix_out, suffix_lse)"""
+    prefix, suffix = (
+        (randn(device, tokens, heads, head_dim), randn(device, heads, tokens, dtype=torch.float32))
+        for _ in range(2)
+    )
+    return *prefix, *suffix
+
+
+def prompts(
+    device: torch.device, num_seqs: int, length: int, heads: int, kv_heads: int, head_dim: int
+) -> Inputs:
+    """(q, k, v, cu_seqlens, length): prompts of one length, contiguous."""
+    cu_seqlens = torch.arange(num_seqs + 1, dtype=torch.int32, device=device) * length
+    q, k, v = (randn(device, num_seqs * length, h, head_dim) for h in (heads, kv_heads, kv_heads))
+    return q, k, v, cu_seqlens, length
+
+
+def paged_prompts(
+    device: torch.device, num_seqs: int, length: int, heads: int, kv_heads: int, head_dim: int
+) -> Inputs:
+    """(q, k_cache, v_cache, block_table, seqused_k, cu_seqlens_q, length): over random pages."""
+    over_pages = contexts(device, [length] * num_seqs, heads, kv_heads, head_dim, queries=length)
+    return (
+        *over_pages,
+        torch.arange(num_seqs + 1, dtype=torch.int32, device=device) * length,
+        length,
+    )
+
+
+def contexts(
+    device: torch.device,
+    lengths: list[int],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    queries: int = 1,
+) -> Inputs:
+    """(q, k_cache, v_cache, block_table, seqused_k): contexts of `lengths`, on random pages."""
+    num_pages = [math.ceil(length / PAGE_SIZE) for length in lengths]
+    pages = torch.randperm(sum(num_pages), device=device).int().split(num_pages)
+    block_table = torch.nn.utils.rnn.pad_sequence(list(pages), batch_first=True)
+    seqused_k = torch.tensor(lengths, dtype=torch.int32, device=device)
+    q = randn(device, len(lengths) * queries, heads, head_dim)
+    return q, *_pages(device, sum(num_pages), kv_heads, head_dim), block_table, seqused_k
+
+
+def sampling(
+    device: torch.device, rows: int, vocab: int, temperature: float, top_k: int, top_p: float
+) -> Inputs:
+    """(logits, temperature, top_k, top_p, min_p, seeds, positions). Logits are fp32."""
+
+    def per_row(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.full((rows,), value, dtype=dtype, device=device)
+
+    # With a standard deviation of 4 a few tokens of 128,256 hold most of the probability.
+    logits = 4 * randn(device, rows, vocab, dtype=torch.float32)
+    seeds = torch.arange(rows, device=device)
+    filters = per_row(top_k, torch.int32), per_row(top_p), per_row(0.0)
+    return logits, per_row(temperature), *filters, seeds, per_row(0, torch.int64)
+
+
+def prompt_sequences(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _cu_seqlens: torch.Tensor, length: int
+) -> Iterator[Sequence]:
+    """The (q, k, v) of every sequence, from what `prompts` made."""
+    yield from zip(q.split(length), k.split(length), v.split(length), strict=True)
+
+
+def context_sequences(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seqused_k: torch.Tensor,
+    *_: object,
+) -> Iterator[Sequence]:
+    """The (q, k, v) of every sequence, gathered from what `contexts` or `paged_prompts` made."""
+    queries = q.chunk(seqused_k.shape[0])
+    for query, pages, length in zip(queries, block_table, seqused_k.tolist(), strict=True):
+        used = pages[: math.ceil(length / PAGE_SIZE)]
+        k, v = (cache[used].flatten(0, 1)[:length] for cache in (k_cache, v_cache))
+        yield query, k, v
+
+
+def ragged_lengths(num_seqs: int, low: int, high: int) -> list[int]:
+    """Log-uniform in [low, high], the same in every run."""
+    draw = random.Random(0)
+    return [round(math.exp(draw.uniform(math.log(low), math.log(high)))) for _ in range(num_seqs)]
+
+
+def _pages(
+    device: torch.device, num_pages: int, kv_heads: int, head_dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (num_pages, PAGE_SIZE, kv_heads, head_dim)
+    return randn(device, *shape), randn(device, *shape)

@@ -1,0 +1,265 @@
+"""The registry: every op at the shapes that matter, the fewest bytes it must move, its peers.
+
+`cases(FULL)` is what is measured on a GPU, `cases(QUICK)` has tiny shapes and runs anywhere.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import product
+
+from torch import Tensor
+
+import echokernels
+from bench import formulas, inputs
+from bench.case import Case, Check, Inputs, Outputs, Peer
+from bench.checks import MOST_DEVIATIONS, against, drawn_by_probability, most_likely
+from bench.inputs import randn
+from bench.peers import formula_peers, sdpa_peers
+from bench.suites import FULL, QUICK, Suite
+
+__all__ = ["FULL", "QUICK", "cases"]
+
+EPS = 1e-6
+BF16, FP32 = 2, 4  # bytes of an element
+# The largest relative errors of a row that are right.
+ROUNDED = 2.0**-7  # a rounding to bf16 costs up to 2^-8, and plain formulas round twice
+ATTENTION = 2e-2  # weights are rounded to bf16 before the second product
+EXACT = 0.0
+
+
+def cases(s: Suite) -> list[Case]:
+    return [
+        *(_rms_norm(s, t, h) for t, h in product(s.tokens, s.hidden)),
+        *(_fused_add_rms_norm(s, t, h) for t, h in product(s.tokens, s.hidden)),
+        *(_gated(s, "silu_and_mul", t) for t in s.tokens),
+        *(_gated(s, "gelu_and_mul", t) for t in s.tokens),
+        *(_gated(s, "gelu_tanh_and_mul", t) for t in s.tokens),
+        *(_rotary_embedding(s, t) for t in s.tokens),
+        *(_reshape_and_cache(s, t) for t in s.tokens),
+        *(_flash_attn_varlen(s, *shape) for shape in s.prefill),
+        *(_flash_attn_varlen_paged(s, *shape) for shape in s.prefill),
+        *(_paged_attention(s, name, lengths) for name, lengths in s.decode.items()),
+        *(_merge_attn_states(s, t) for t in s.merged_tokens),
+        *(_sample_greedy(s, rows) for rows in s.sampled_rows),
+        *(_sample_temperature(s, rows) for rows in s.sampled_rows),
+        *(_sample_top_k_top_p(s, rows) for rows in s.sampled_rows),
+    ]
+
+
+def _rms_norm(s: Suite, tokens: int, hidden: int) -> Case:
+    return Case(
+        "rms_norm",
+        f"T{tokens}_H{hidden}",
+        make=lambda d: (randn(d, tokens, hidden), randn(d, hidden), EPS),
+        run=echokernels.rms_norm,
+        check=against(formulas.rms_norm),
+        tolerance=ROUNDED,
+        num_bytes=(2 * tokens + 1) * hidden * BF16,
+        ceiling="copy",
+        peers=formula_peers(formulas.rms_norm, s.compile_modes),
+    )
+
+
+def _fused_add_rms_norm(s: Suite, tokens: int, hidden: int) -> Case:
+    return Case(
+        "fused_add_rms_norm",
+        f"T{tokens}_H{hidden}",
+        make=lambda d: (randn(d, tokens, hidden), randn(d, tokens, hidden), randn(d, hidden), EPS),
+        run=echokernels.fused_add_rms_norm,
+        check=against(formulas.fused_add_rms_norm),
+        tolerance=ROUNDED,
+        num_bytes=(4 * tokens + 1) * hidden * BF16,
+        ceiling="copy",
+        peers=formula_peers(formulas.fused_add_rms_norm, s.compile_modes),
+        in_place=True,
+    )
+
+
+def _gated(s: Suite, op: str, tokens: int) -> Case:
+    formula = getattr(formulas, op)
+    return Case(
+        op,
+        f"T{tokens}",
+        make=lambda d: (randn(d, tokens, 2 * s.intermediate),),
+        run=getattr(echokernels, op),
+        check=against(formula),
+        tolerance=ROUNDED,
+        num_bytes=3 * tokens * s.intermediate * BF16,
+        ceiling="copy",
+        peers=formula_peers(formula, s.compile_modes),
+    )
+
+
+def _rotary_embedding(s: Suite, tokens: int) -> Case:
+    def run(positions: Tensor, query: Tensor, key: Tensor, table: Tensor) -> Outputs:
+        echokernels.rotary_embedding(positions, query, key, s.head_dim, table)
+        return query, key
+
+    row_bytes = (
+        2 * (s.heads + s.kv_heads) * s.head_dim * BF16 + s.head_dim * FP32
+    )  # and the table's
+    return Case(
+        "rotary_embedding",
+        f"T{tokens}",
+        make=lambda d: inputs.rotary(d, tokens, s.heads, s.kv_heads, s.head_dim),
+        run=run,
+        check=against(formulas.rotary_embedding),
+        tolerance=ROUNDED,
+        num_bytes=tokens * row_bytes,
+        ceiling="copy",
+        peers=formula_peers(formulas.rotary_embedding, s.compile_modes),
+        in_place=True,
+    )
+
+
+def _reshape_and_cache(s: Suite, tokens: int) -> Case:
+    def run(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> Outputs:
+        echokernels.reshape_and_cache(key, value, k_cache, v_cache, slots)
+        return k_cache, v_cache
+
+    return Case(
+        "reshape_and_cache",
+        f"T{tokens}",
+        make=lambda d: inputs.page_write(d, tokens, s.kv_heads, s.head_dim),
+        run=run,
+        check=against(formulas.reshape_and_cache),
+        tolerance=EXACT,
+        num_bytes=2 * 2 * tokens * s.kv_heads * s.head_dim * BF16,
+        ceiling="copy",
+        peers=formula_peers(formulas.reshape_and_cache, s.compile_modes),
+    )
+
+
+def _flash_attn_varlen(s: Suite, num_seqs: int, length: int, head_dim: int) -> Case:
+    return _prefill(
+        s,
+        (num_seqs, length, head_dim),
+        prefix="",
+        make=inputs.prompts,
+        run=lambda q, k, v, cu_seqlens, length: echokernels.flash_attn_varlen(
+            q, k, v, cu_seqlens, cu_seqlens, length, length, causal=True
+        ),
+        sequences=inputs.prompt_sequences,
+    )
+
+
+def _flash_attn_varlen_paged(s: Suite, num_seqs: int, length: int, head_dim: int) -> Case:
+    return _prefill(
+        s,
+        (num_seqs, length, head_dim),
+        prefix="paged_",
+        make=inputs.paged_prompts,
+        run=lambda q, k, v, block_table, seqused_k, cu_seqlens, length: (
+            echokernels.flash_attn_varlen(
+                q,
+                k,
+                v,
+                cu_seqlens,
+                None,
+                length,
+                length,
+                seqused_k=seqused_k,
+                block_table=block_table,
+                causal=True,
+            )
+        ),
+        sequences=inputs.context_sequences,
+    )
+
+
+def _prefill(
+    s: Suite,
+    shape: tuple[int, int, int],
+    *,
+    prefix: str,
+    make: Callable[..., Inputs],
+    run: Callable[..., Outputs],
+    sequences: Callable[..., Iterator[inputs.Sequence]],
+) -> Case:
+    num_seqs, length, head_dim = shape
+    tokens = num_seqs * length
+    return Case(
+        "flash_attn_varlen",
+        f"{prefix}{num_seqs}x{length}_h{s.heads}/{s.kv_heads}_d{head_dim}",
+        make=lambda d: make(d, num_seqs, length, s.heads, s.kv_heads, head_dim),
+        run=run,
+        check=against(formulas.attention_of(sequences)),
+        tolerance=ATTENTION,
+        num_bytes=2 * tokens * (s.heads + s.kv_heads) * head_dim * BF16,
+        num_flops=2 * tokens * length * s.heads * head_dim,  # half of the square is masked
+        ceiling="matmul",
+        peers=sdpa_peers(s.sdpa, sequences, causal=True, suffix="-dense-kv" if prefix else ""),
+    )
+
+
+def _paged_attention(s: Suite, name: str, lengths: list[int]) -> Case:
+    query_bytes = 2 * len(lengths) * s.heads * s.head_dim * BF16  # and the output's
+    uniform = len(set(lengths)) == 1  # else a dense KV cache needs padding and a mask
+    sequences = inputs.context_sequences
+    return Case(
+        "paged_attention",
+        f"{name}_h{s.heads}/{s.kv_heads}",
+        make=lambda d: inputs.contexts(d, lengths, s.heads, s.kv_heads, s.head_dim),
+        run=echokernels.paged_attention,
+        check=against(formulas.attention_of(sequences)),
+        tolerance=ATTENTION,
+        num_bytes=2 * sum(lengths) * s.kv_heads * s.head_dim * BF16 + query_bytes,
+        num_flops=4 * sum(lengths) * s.heads * s.head_dim,
+        ceiling="read",
+        peers=sdpa_peers(s.sdpa if uniform else (), sequences, causal=False, suffix="-dense-kv"),
+    )
+
+
+def _merge_attn_states(s: Suite, tokens: int) -> Case:
+    return Case(
+        "merge_attn_states",
+        f"T{tokens}",
+        make=lambda d: inputs.attention_states(d, tokens, s.heads, s.head_dim),
+        run=echokernels.merge_attn_states,
+        check=against(formulas.merge_attn_states),
+        tolerance=ROUNDED,
+        num_bytes=3 * tokens * s.heads * (s.head_dim * BF16 + FP32),
+        ceiling="copy",
+        peers=formula_peers(formulas.merge_attn_states, s.compile_modes),
+    )
+
+
+def _sample_greedy(s: Suite, rows: int) -> Case:
+    peers = formula_peers(lambda logits, *_: logits.argmax(-1), s.compile_modes)
+    return _sample(s, "greedy", rows, (0.0, 0, 1.0), most_likely, peers)
+
+
+def _sample_temperature(s: Suite, rows: int) -> Case:
+    peers = formula_peers(formulas.sample_temperature, s.compile_modes)
+    return _sample(s, "temperature", rows, (0.8, 0, 1.0), drawn_by_probability, peers)
+
+
+def _sample_top_k_top_p(s: Suite, rows: int) -> Case:
+    peers = {
+        **formula_peers(
+            lambda *args: formulas.sample_top_k(s.top_k, *args), s.compile_modes, suffix="-topk"
+        ),
+        **formula_peers(formulas.sample_sorted, (), suffix="-sort"),
+    }
+    filters = (0.8, s.top_k, 0.9)
+    return _sample(s, f"top_k{s.top_k}_top_p0.9", rows, filters, drawn_by_probability, peers)
+
+
+def _sample(
+    s: Suite,
+    name: str,
+    rows: int,
+    filters: tuple[float, int, float],  # temperature, top_k, top_p
+    check: Check,
+    peers: Mapping[str, Peer],
+) -> Case:
+    return Case(
+        "sample",
+        f"{name}_{rows}x{s.vocab}",
+        make=lambda d: inputs.sampling(d, rows, s.vocab, *filters),
+        run=echokernels.sample,
+        check=check,
+        tolerance=MOST_DEVIATIONS if check is drawn_by_probability else EXACT,
+        num_bytes=rows * s.vocab * FP32,
+        ceiling="read",
+        peers=peers,
+    )

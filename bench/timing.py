@@ -1,0 +1,119 @@
+"""How long a call takes: the time of the device alone, and the time a caller sees.
+
+Device time comes from replays of a CUDA graph, so the host's launches cost nothing. The calls of a
+graph rotate among input sets that together exceed the L2 cache twice over, so that small inputs too
+come from memory. All times are medians, in microseconds.
+"""
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+Call = Callable[[], Any]
+
+MAX_SETS = 16_384  # 120 MB, twice the L2 of an H200, in sets of 8 kB
+_CPU_SETS = 2  # a CPU's caches are not worth the memory: the times there only test this harness
+_ROUND_US = 2_000.0  # the least that a graph should take: its start costs some microseconds
+_BUDGET_US = 60_000.0
+_WARM_UP_CALLS = 3
+
+
+@dataclass(frozen=True)
+class Round:
+    """`run()` does `num_calls` calls, whole rotations of `calls`, without waiting for them."""
+
+    run: Call
+    num_calls: int
+    calls: Sequence[Call]  # kept because a graph does not keep the inputs that it reads alive
+
+
+def num_sets(set_bytes: int, device: torch.device) -> int:
+    """How many input sets of `set_bytes` make each call miss the L2 cache of `device`."""
+    if device.type != "cuda":
+        return _CPU_SETS
+    l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+    return min(2 * l2_bytes // set_bytes + 1, MAX_SETS)
+
+
+def graph_us(calls: Sequence[Call], device: torch.device) -> float:
+    """Time of one call on the device, over replays of a graph of `calls`. On a CPU: `eager_us`."""
+    if device.type != "cuda":
+        return eager_us(calls, device)
+    work = make_round(calls, device)
+    repeats = _within(5, _BUDGET_US / _replay_us(work, 2), 50)
+    return _replay_us(work, repeats) / work.num_calls
+
+
+def eager_us(calls: Sequence[Call], device: torch.device) -> float:
+    """Time of one call as a caller sees it: wall clock of a batch of calls and the wait for it."""
+    estimate = min(_wall_us(calls[:1], device) for _ in range(_WARM_UP_CALLS))
+    size = _within(3, _BUDGET_US / 5 / estimate, 200)
+    batch = [calls[i % len(calls)] for i in range(size)]
+    return statistics.median(_wall_us(batch, device) for _ in range(5)) / size
+
+
+def make_round(calls: Sequence[Call], device: torch.device) -> Round:
+    """Calls to time together: a captured graph on a GPU, a loop over `calls` on a CPU."""
+    if device.type != "cuda":
+        return Round(lambda: _run_all(calls), len(calls), calls)
+    # What is compiled or created at the first call must not fall into the capture.
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        _run_all(calls[:_WARM_UP_CALLS])
+    torch.cuda.current_stream(device).wait_stream(side)
+
+    work = _capture(calls, rotations=1)
+    rotations = math.ceil(_ROUND_US / _replay_us(work, 2))
+    return work if rotations == 1 else _capture(calls, rotations)
+
+
+def _capture(calls: Sequence[Call], rotations: int) -> Round:
+    graph = torch.cuda.CUDAGraph()
+    # Outputs live for a rotation. Freed at once, they would share a block that never leaves the L2.
+    outputs: deque[Any] = deque(maxlen=len(calls))
+    with torch.cuda.graph(graph):
+        for call in list(calls) * rotations:
+            outputs.append(call())
+    return Round(graph.replay, rotations * len(calls), calls)
+
+
+def _replay_us(work: Round, repeats: int) -> float:
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    # Never idle from here on: the host launches a replay while the one before it runs.
+    work.run()
+    events[0].record()
+    for event in events[1:]:
+        work.run()
+        event.record()
+    events[-1].synchronize()
+    return statistics.median(a.elapsed_time(b) * 1e3 for a, b in pairwise(events))
+
+
+def _wall_us(calls: Sequence[Call], device: torch.device) -> float:
+    synchronize(device)
+    start = time.perf_counter()
+    _run_all(calls)
+    synchronize(device)
+    return (time.perf_counter() - start) * 1e6
+
+
+def _run_all(calls: Sequence[Call]) -> None:
+    for call in calls:
+        call()
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _within(low: int, value: float, high: int) -> int:
+    return max(low, min(int(value), high))
