@@ -94,17 +94,35 @@ def _divisible(value: Any) -> bool:
 
 
 def local_memory(kernel: Any) -> int:
-    """Bytes of stack and local memory a thread of a CUDA kernel uses: spills and arrays that did
-    not fit registers."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        command = [str(tool), "--dump-resource-usage", file.name]
-        report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    """Bytes of stack and local memory a thread of a CUDA kernel uses: what has no register."""
+    report = _inspect(kernel, "cuobjdump", "--dump-resource-usage")
     sizes = re.findall(r"(?:STACK|LOCAL):(\d+)", report)
     assert sizes, f"no resource usage in: {report}"
     return sum(map(int, sizes))
+
+
+def spills_in_loops(kernel: Any) -> list[str]:
+    """Instructions inside loops of a CUDA kernel that touch local memory."""
+    lines = _inspect(kernel, "nvdisasm", "-c").splitlines()
+    labels = {line.strip(": "): at for at, line in enumerate(lines) if line.startswith(".L_")}
+    assert labels, "no labels in the disassembly"
+    found = []
+    for at, line in enumerate(lines):
+        jump = re.search(r"\bBRA `\((\.L_\w+)\)", line)
+        # A jump backwards closes a loop; one to itself is the padding after the end.
+        if jump and labels[jump[1]] < at - 1:
+            body = lines[labels[jump[1]] : at]
+            found += [code.strip() for code in body if re.search(r"\b(LDL|STL)\b", code)]
+    return found
+
+
+def _inspect(kernel: Any, tool: str, option: str) -> str:
+    path = Path(triton.__file__).parent / "backends/nvidia/bin" / tool
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [str(path), option, file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
