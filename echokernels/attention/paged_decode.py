@@ -184,6 +184,9 @@ def _config(head_dim: int, itemsize: int, rows: int, target: Target) -> TileConf
     # On an H200 two warps a program read 64 x 8k at 4.43 TB/s, four at 4.24, eight at 3.30: fewer
     # warps mean more programs, and so more independent loads, on an SM.
     num_warps = 2 if block_m == 16 and not wide else 4
+    if block_m == 64 and head_dim > 64 and target.arch != 90:
+        # Without WGMMA the operands pass through registers.
+        num_warps = 8
     num_stages = 3 if target.shared_memory >= 128 * 1024 else 1 if wide else 2
     return TileConfig(block_m, block_n, num_warps, num_stages)
 
