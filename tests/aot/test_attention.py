@@ -18,7 +18,7 @@ def features(*, window=-1, softcap=0.0):
 
 
 def assert_in_registers(kernels, target):
-    # sm_90 spills nothing. Elsewhere ptxas parks a few addresses of the epilogue while the loops run;
+    # sm_90 spills nothing. Elsewhere ptxas parks a few addresses of the epilogue during the loops;
     # on sm_100 loops cannot be told apart, for waits stand behind the end and jump back.
     for kernel in kernels:
         if target.startswith("sm_"):
