@@ -245,6 +245,19 @@ def test_split_count_does_not_matter(device, k_lens, num_splits, seed):
     assert_close(lse, want_lse.double(), scale=4.0)
 
 
+def test_more_partials_than_are_merged_at_once(device):
+    # 25 tiles of keys, a chunk each; the later a key, the larger its score, so the max keeps growing.
+    q, cache = small_case(device, [800, 40])
+    q.fill_(1.0)
+    ramp = torch.linspace(0.0, 0.5, 800, device=device)
+    for i in range(800):
+        page = int(cache.block_table[0, i // 16])
+        cache.k_cache[page, i % 16] = cache.keys[0][i] = ramp[i]
+    out, lse = decode(q, cache, num_splits=25)
+    want = attend_ragged(q, cache.keys, cache.values, [1, 1], 0.125, Features())
+    check(out, lse, *want, cache.values)
+
+
 @given(k_lens=K_LENS, seed=seeds)
 def test_page_order_does_not_matter(device, k_lens, seed):
     q, cache = small_case(device, k_lens, seed=seed)
