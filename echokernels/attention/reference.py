@@ -1,9 +1,8 @@
 """Plain PyTorch forms of the attention ops: their definition, the tests' oracle and the CPU
 implementation.
 
-Arithmetic is in float32, or float64 when the inputs are float64. Keys that a query does not see
-have their values replaced by 0 (never multiplied by 0), so nothing in unused memory reaches the
-output.
+Arithmetic is in float32, or float64 when the inputs are float64. Only keys of the sequence are
+gathered, so nothing in unused memory reaches the output.
 """
 
 from itertools import pairwise
@@ -35,36 +34,25 @@ def flash_attn_varlen(
     k_scale: torch.Tensor | None,  # noqa: ARG001
     v_scale: torch.Tensor | None,  # noqa: ARG001
 ) -> None:
-    # Sequence by sequence: prompts are long and of different lengths, so padding them would cost
-    # more.
-    q_bounds = cu_seqlens_q.tolist()
-    k_starts = [0] * len(q_bounds) if cu_seqlens_k is None else cu_seqlens_k.tolist()
+    bounds = cu_seqlens_q.tolist()
+    k_starts = None if cu_seqlens_k is None else cu_seqlens_k.tolist()
     if seqused_k is not None:
         k_lens = seqused_k.tolist()
     else:
+        assert k_starts is not None
         k_lens = [end - start for start, end in pairwise(k_starts)]
-    for seq, (start, end) in enumerate(pairwise(q_bounds)):
+    window = (window_left, 0 if causal else window_right)
+    for seq, (start, end) in enumerate(pairwise(bounds)):
         if start == end:
             continue
-        if block_table is None:
-            keys = k[k_starts[seq] : k_starts[seq] + k_lens[seq]]
-            values = v[k_starts[seq] : k_starts[seq] + k_lens[seq]]
+        if block_table is not None:
+            keys, values = (_gather(pages, block_table[seq], k_lens[seq]) for pages in (k, v))
         else:
-            pages = block_table[seq, : -(-k_lens[seq] // k.shape[1])]
-            keys = k[pages].flatten(0, 1)[: k_lens[seq]]
-            values = v[pages].flatten(0, 1)[: k_lens[seq]]
-        visible = _visible(
-            torch.arange(end - start)[None] + k_lens[seq] - (end - start),
-            torch.tensor([k_lens[seq]]),
-            keys.shape[0],
-            (window_left, 0 if causal else window_right),
-        )
-        result, result_lse = _attend(
-            q[None, start:end], keys[None], values[None], visible, softmax_scale, softcap
-        )
-        out[start:end] = result[0]
-        if lse is not None:
-            lse[:, start:end] = result_lse[0].T
+            assert k_starts is not None
+            rows = slice(k_starts[seq], k_starts[seq] + k_lens[seq])
+            keys, values = k[rows], v[rows]
+        seq_lse = None if lse is None else lse[:, start:end]
+        _attend(out[start:end], seq_lse, q[start:end], keys, values, window, softmax_scale, softcap)
 
 
 def paged_attention(
@@ -76,7 +64,7 @@ def paged_attention(
     block_table: torch.Tensor,
     seqused_k: torch.Tensor,
     cu_seqlens_q: torch.Tensor | None,
-    max_seqlen_q: int,
+    max_seqlen_q: int,  # noqa: ARG001
     softmax_scale: float,
     causal: bool,
     window_left: int,
@@ -90,34 +78,18 @@ def paged_attention(
     kv_split_size: int,  # noqa: ARG001
     workspace: torch.Tensor | None,  # noqa: ARG001
 ) -> None:
-    num_seqs = seqused_k.shape[0]
-    if num_seqs == 0 or q.shape[0] == 0:
-        return
-    k_lens = seqused_k.long()
-    # All sequences at once, padded to the longest: at most 16 queries each, and the keys must be
-    # gathered anyway.
-    pages = block_table[:, : -(-int(k_lens.max()) // k_cache.shape[1])]
-    keys = k_cache[pages].flatten(1, 2)
-    values = v_cache[pages].flatten(1, 2)
-    if cu_seqlens_q is None:
-        tokens = torch.arange(num_seqs)[:, None]
-        q_lens = torch.ones(num_seqs, dtype=torch.long)
-    else:
-        tokens = cu_seqlens_q[:-1, None].long() + torch.arange(max_seqlen_q)
-        q_lens = cu_seqlens_q.diff().long()
-    query = torch.arange(tokens.shape[1])
-    real = query < q_lens[:, None]
-    visible = _visible(
-        query + (k_lens - q_lens)[:, None],
-        k_lens,
-        keys.shape[1],
-        (window_left, 0 if causal else window_right),
-    )
-    queries = q[tokens.clamp(max=q.shape[0] - 1)]
-    result, result_lse = _attend(queries, keys, values, visible, softmax_scale, softcap)
-    out[tokens[real]] = result[real].to(out.dtype)
-    if lse is not None:
-        lse[:, tokens[real]] = result_lse[real].T.to(lse.dtype)
+    # Sequence by sequence: padding all to the longest costs more than the calls it saves.
+    k_lens = seqused_k.tolist()
+    bounds = range(len(k_lens) + 1) if cu_seqlens_q is None else cu_seqlens_q.tolist()
+    window = (window_left, 0 if causal else window_right)
+    for seq, (start, end) in enumerate(pairwise(bounds)):
+        if start == end:
+            continue
+        keys, values = (
+            _gather(cache, block_table[seq], k_lens[seq]) for cache in (k_cache, v_cache)
+        )
+        seq_lse = None if lse is None else lse[:, start:end]
+        _attend(out[start:end], seq_lse, q[start:end], keys, values, window, softmax_scale, softcap)
 
 
 def merge_attn_states(
@@ -188,53 +160,68 @@ def rotary_embedding(
         second.copy_(rotated_y)
 
 
-def _visible(
-    position: torch.Tensor,  # [batch, queries], where each query stands among the keys
-    k_lens: torch.Tensor,  # [batch]
-    num_keys: int,
-    window: tuple[int, int],
-) -> torch.Tensor:
-    """bool[batch, queries, keys]"""
-    key = torch.arange(num_keys)
-    visible = (key < k_lens[:, None, None]).expand(*position.shape, num_keys)
-    left, right = window
-    if left >= 0:
-        visible = visible & (key >= position[..., None] - left)
-    if right >= 0:
-        visible = visible & (key <= position[..., None] + right)
-    return visible
+def _gather(pages: torch.Tensor, table: torch.Tensor, num_keys: int) -> torch.Tensor:
+    """[num_keys, kv_heads, head_dim] of one sequence from [num_pages, page_size, ...]."""
+    used = table[: -(-num_keys // pages.shape[1])]
+    return pages.index_select(0, used).flatten(0, 1)[:num_keys]
 
 
 def _attend(
-    q: torch.Tensor,  # [batch, queries, heads, head_dim]
-    k: torch.Tensor,  # [batch, keys, kv_heads, head_dim]
+    out: torch.Tensor,  # [queries, heads, head_dim]
+    lse: torch.Tensor | None,  # [heads, queries]
+    q: torch.Tensor,  # [queries, heads, head_dim]
+    k: torch.Tensor,  # [keys, kv_heads, head_dim]
     v: torch.Tensor,
-    visible: torch.Tensor,  # bool[batch, queries, keys]
+    window: tuple[int, int],
     scale: float,
     softcap: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [batch, queries, heads, head_dim], lse [batch, queries, heads]), in the accumulation
-    dtype."""
-    batch, queries, heads, head_dim = q.shape
-    kv_heads = k.shape[2]
+) -> None:
+    """One sequence: writes `out` and `lse`."""
+    queries, keys, group = q.shape[0], k.shape[0], q.shape[1] // k.shape[1]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    # [batch, kv_heads, queries * group, head_dim]: one matrix product per KV head serves its whole
-    # group.
-    q = q.reshape(batch, queries, kv_heads, -1, head_dim).transpose(1, 2).flatten(2, 3).to(dtype)
-    k = k.transpose(1, 2).to(dtype)
-    v = torch.where(visible.any(1)[..., None, None], v, 0.0).transpose(1, 2).to(dtype)
-    scores = q @ k.transpose(2, 3) * scale
-    if softcap > 0:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.unflatten(2, (queries, -1))
-    scores = scores.masked_fill(~visible[:, None, :, None], float("-inf")).flatten(2, 3)
-    top = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.new_full((1,), -torch.inf)
-    weights = torch.exp(scores - torch.where(top.isneginf(), 0.0, top))
-    total = weights.sum(-1, keepdim=True)
-    out = weights @ v / torch.where(total == 0, 1.0, total)
-    lse = (top + total.log()).squeeze(-1)
-    out = out.unflatten(2, (queries, -1)).transpose(1, 2).reshape(batch, queries, heads, head_dim)
-    return out, lse.unflatten(2, (queries, -1)).transpose(1, 2).reshape(batch, queries, heads)
+    # [kv_heads, group * queries, head_dim]: a KV head's group are more queries of it.
+    rows = q.unflatten(1, (-1, group)).permute(1, 2, 0, 3).flatten(1, 2).to(dtype)
+    k, v = (t.transpose(0, 1).to(dtype) for t in (k, v))
+    mask = _visible(queries, keys, window)
+    if softcap == 0 and lse is None and queries <= keys:
+        # The usual case: PyTorch's fused attention, which wants a visible key for every query.
+        tiled = None if mask is None else mask.repeat(group, 1)
+        result = torch.nn.functional.scaled_dot_product_attention(
+            rows[None], k[None], v[None], attn_mask=tiled, scale=scale
+        )[0]
+    else:
+        scores = rows @ k.transpose(1, 2) * scale
+        if softcap > 0:
+            scores = softcap * torch.tanh(scores / softcap)
+        if mask is not None:
+            scores = scores.masked_fill(~mask.repeat(group, 1), float("-inf"))
+        result, row_lse = _softmax_product(scores, v)
+        if lse is not None:
+            lse.copy_(row_lse.reshape(-1, queries))
+    out.copy_(result.unflatten(1, (group, queries)).permute(2, 0, 1, 3).flatten(1, 2))
+
+
+def _softmax_product(scores: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(softmax(scores) v, logsumexp(scores)); 0 and -inf for rows without a finite score."""
+    lse = scores.logsumexp(-1)
+    weights = torch.exp(scores - torch.where(lse.isneginf(), 0.0, lse)[..., None])
+    return weights @ v, lse
+
+
+def _visible(queries: int, keys: int, window: tuple[int, int]) -> torch.Tensor | None:
+    """bool[queries, keys], or None where every query sees every key."""
+    left, right = window
+    first, last = keys - queries, keys - 1  # where the first and the last query stand
+    if (left < 0 or last - left <= 0) and (right < 0 or first + right >= last):
+        return None
+    position = torch.arange(first, keys)[:, None]
+    key = torch.arange(keys)
+    visible = torch.ones(queries, keys, dtype=torch.bool)
+    if left >= 0:
+        visible &= key >= position - left
+    if right >= 0:
+        visible &= key <= position + right
+    return visible
 
 
 def _split_heads(x: torch.Tensor, head_dim: int) -> torch.Tensor:

@@ -1,0 +1,40 @@
+"""The progress bar of `LLM.generate`: requests done and tokens per second, on stderr."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def progress_bar(total: int, shown: bool) -> Iterator[Callable[[int, int], None]]:
+    """Gives a function to call after each step: (requests done in all, tokens since the last call).
+
+    Nothing is printed unless `shown` and stderr is a terminal.
+    """
+    if not shown or not sys.stderr.isatty():
+        yield lambda _done, _new_tokens: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("requests"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[rate]:.1f} tokens/s"),
+    )
+    start, num_tokens = time.perf_counter(), 0
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=total, rate=0.0)
+
+        def show(done: int, new_tokens: int) -> None:
+            nonlocal num_tokens
+            num_tokens += new_tokens
+            rate = num_tokens / (time.perf_counter() - start)
+            progress.update(task, completed=done, rate=rate)
+
+        yield show
