@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from bench.case import CeilingKind
-from bench.timing import graph_us
+from bench.timing import eager_us, graph_us
 
 _BLOCK = 4096
 _BLOCKS_PER_PROGRAM = 4
@@ -49,7 +49,8 @@ def measure(device: torch.device, quick: bool) -> dict[CeilingKind, Ceiling]:
 def _copy(device: torch.device, elements: int) -> Ceiling:
     source = torch.randn(elements, device=device)
     target = torch.empty_like(source)
-    us = graph_us([lambda: target.copy_(source)], device)
+    # Not in a graph: there a copy is a node of its own kind, which runs at two thirds of the speed.
+    us = eager_us([lambda: target.copy_(source)], device)
     return Ceiling("copy", f"{source.nbytes >> 20} MiB", 2 * source.nbytes, us)
 
 
