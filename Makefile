@@ -27,18 +27,18 @@ test: lint test-host test-kernels test-aot test-aot-older
 
 # References as the CPU implementation, the runtime, and models token by token.
 test-host: .venv/.dev
-	$(BIN)/pytest -n 2 -m "not gpu" --ignore tests/aot
+	$(BIN)/pytest -p no:benchmark -n 2 -m "not gpu" --ignore tests/aot
 
 # The kernels themselves, in Triton's interpreter.
 test-kernels: .venv/.dev
-	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 -m "not gpu" tests/ops tests/e2e/test_llama_exact.py
+	TRITON_INTERPRET=1 $(BIN)/pytest -p no:benchmark -n 2 -m "not gpu" tests/ops tests/e2e/test_llama_exact.py
 
 # Every kernel compiled for every target, with the pinned Triton and with the oldest supported one.
 test-aot: .venv/.dev
-	$(BIN)/pytest -n 2 tests/aot
+	$(BIN)/pytest -p no:benchmark -n 2 tests/aot
 
 test-aot-older: .venv/.dev $(OLDER_TRITON)
-	PYTHONPATH=$(OLDER_TRITON) $(BIN)/pytest -n 2 tests/aot
+	PYTHONPATH=$(OLDER_TRITON) $(BIN)/pytest -p no:benchmark -n 2 tests/aot
 
 lint: .venv/.dev
 	$(BIN)/ruff format --check .
