@@ -1,18 +1,13 @@
-"""The pieces every attention kernel is made of: where keys lie, which are visible, and the online
-softmax.
-
-A tile holds BLOCK_M rows. Row r of a (sequence, KV head) is query token r // GROUP and query head r
-% GROUP of that KV head, so any group size fills the tile and K and V are loaded once for the whole
-group (GQA packing).
+"""Keys and the online softmax: where keys lie, which are visible, how scores become weights.
 
 Scores are kept in base 2 (multiplied by log2 e), because exp2 is the instruction the hardware has.
 The online softmax is that of Milakov and Gimelshein (2018) as used by FlashAttention-2 (Dao, 2023):
 a running max `m`, a running sum `l`, and an accumulator that is rescaled when the max grows and
 divided by `l` once, at the end.
 
-A query at token t of a sequence with q_len queries and k_len keys stands at position p = t + k_len
-- q_len (bottom-right alignment) and sees key j when p - window_left <= j <= p + window_right;
-causal attention is window_right = 0.
+The query at token t of a sequence with q_len queries and k_len keys stands at position
+p = t + k_len - q_len (bottom-right alignment) and sees key j if p - window_left <= j <= p +
+window_right. Causal attention is window_right = 0.
 """
 
 import triton
@@ -24,8 +19,10 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def dot(a, b, UPCAST: tl.constexpr):
-    """a @ b in fp32, exact for fp32 operands (no TF32). UPCAST: the interpreter cannot multiply
-    bf16."""
+    """a @ b in fp32, exact for fp32 operands (no TF32).
+
+    UPCAST is for the interpreter, which cannot multiply bf16.
+    """
     if UPCAST:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -34,8 +31,7 @@ def dot(a, b, UPCAST: tl.constexpr):
 
 @triton.jit
 def soft_cap(s, cap):
-    """cap * tanh(s / cap), through a sigmoid whose exponential may overflow to infinity without
-    harm."""
+    """cap * tanh(s / cap), by a sigmoid whose exponential may overflow to infinity without harm."""
     return cap * (2.0 / (1.0 + tl.exp(-2.0 * (s / cap))) - 1.0)
 
 
@@ -50,8 +46,10 @@ def key_range(
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
 ):
-    """[begin, end): the keys that at least one row of the tile sees; full_end: keys below it are
-    seen by every row (unless a left window hides them)."""
+    """(begin, end, full_end): at least one row of the tile sees each key in [begin, end).
+
+    Every row sees the keys below full_end, unless a left window hides them.
+    """
     begin = 0
     end = k_len
     full_end = k_len
@@ -65,8 +63,7 @@ def key_range(
 
 @triton.jit
 def key_location(n, mask, first_row, table_ptr, PAGE_SIZE: tl.constexpr):
-    """(page, slot) of keys n of a sequence. Contiguous K and V (PAGE_SIZE 0) are one page that
-    starts at first_row."""
+    """(page, slot) of keys n of a sequence. Contiguous keys (PAGE_SIZE 0) are slots of one page."""
     if PAGE_SIZE == 0:
         page = tl.zeros_like(n).to(tl.int64)
         slot = first_row + n

@@ -30,8 +30,8 @@ from echokernels.attention._arguments import (
     check_pages,
     check_queries,
 )
-from echokernels.attention._softmax import attend, finish, key_range
 from echokernels.attention._split_k import chunks, merge_splits_kernel, query_range
+from echokernels.attention._tile import attend_tile, store_tile
 from echokernels.attention.split import (
     INVARIANT_SPLITS,
     MAX_QUERIES,
@@ -109,75 +109,50 @@ def _paged_attention_kernel(
     first_key, chunk = chunks(
         q_len, k_len, split_divisor, min_chunk, window_left, HAS_LEFT, BLOCK_N
     )
-    chunk_begin = first_key + split_id.to(tl.int32) * chunk
+    share_begin = first_key + split_id.to(tl.int32) * chunk
+    share_end = k_len
     if SPLIT:
-        if chunk_begin >= k_len:
+        share_end = tl.minimum(k_len, share_begin + chunk)
+        if share_begin >= k_len:
             return
 
-    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    token = row // GROUP
-    head = kv_head * GROUP + row % GROUP
-    row_mask = token < q_len
-    shift = k_len - q_len
-    d = tl.arange(0, BLOCK_D)[None, :]
-    io_mask = row_mask[:, None] & (d < HEAD_DIM)
-    q_rows = q_ptr + ((q_start + token) * q_stride_token + head * q_stride_head)[:, None]
-    q = tl.load(q_rows + d, mask=io_mask, other=0.0)
-
-    first_token = tile * BLOCK_M // GROUP
-    last_token = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, q_len - 1)
-    begin, end, full_end = key_range(
-        first_token, last_token, shift, k_len, window_left, window_right, HAS_LEFT, HAS_RIGHT
-    )
-    begin = tl.maximum(begin // BLOCK_N * BLOCK_N, chunk_begin)
+    head = kv_head * GROUP
+    out, lse = attend_tile(
+        tile,
+        q_ptr + q_start * q_stride_token + head * q_stride_head,
+        q_stride_token, q_stride_head, q_len,
+        k_ptr + kv_head * k_stride_head, k_stride_page, k_stride_slot,
+        v_ptr + kv_head * v_stride_head, v_stride_page, v_stride_slot,
+        0, block_table_ptr + seq * table_stride, k_len, share_begin, share_end,
+        scale, softcap, window_left, window_right, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
+        PAGE_SIZE, GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, UPCAST,
+    )  # fmt: skip
     if SPLIT:
-        end = tl.minimum(end, chunk_begin + chunk)
-    # Whole tiles that every row sees need no mask; with a left window there are few, so all are
-    # masked.
-    unmasked_end = begin
-    if not HAS_LEFT:
-        unmasked_end = tl.maximum(begin, tl.minimum(full_end // BLOCK_N * BLOCK_N, end))
-
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
-    k_ptr += kv_head * k_stride_head
-    v_ptr += kv_head * v_stride_head
-    table_ptr = block_table_ptr + seq * table_stride
-    for masked in tl.static_range(2):
-        acc, m, l = attend(
-            acc, m, l, q,
-            unmasked_end if masked else begin,
-            end if masked else unmasked_end,
-            k_len, token + shift, k_ptr, v_ptr,
-            k_stride_page, k_stride_slot, v_stride_page, v_stride_slot, 0, table_ptr,
-            scale, softcap, window_left, window_right,
-            masked == 1, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PAGE_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N,
-            UPCAST,
+        # Partials are [splits, tokens, heads, ...], contiguous.
+        heads = kv_heads * GROUP
+        first = (split_id * num_tokens + q_start) * heads + head
+        store_tile(
+            tile, out, lse,
+            partial_out_ptr + first * HEAD_DIM, heads * HEAD_DIM, HEAD_DIM,
+            partial_lse_ptr + first, heads, 1, q_len, GROUP, HEAD_DIM, BLOCK_D, BLOCK_M,
         )  # fmt: skip
-
-    out, lse = finish(acc, m, l)
-    if SPLIT:
-        index = (split_id * num_tokens + q_start + token) * (kv_heads * GROUP) + head
-        tl.store(partial_out_ptr + index[:, None] * HEAD_DIM + d, out, mask=io_mask)
-        tl.store(partial_lse_ptr + index, lse, mask=row_mask)
     else:
-        out_rows = (
-            out_ptr + ((q_start + token) * out_stride_token + head * out_stride_head)[:, None]
-        )
-        tl.store(out_rows + d, out.to(out_ptr.dtype.element_ty), mask=io_mask)
         if lse_ptr is not None:
-            lse_rows = lse_ptr + head * lse_stride_head + (q_start + token) * lse_stride_token
-            tl.store(lse_rows, lse, mask=row_mask)
+            lse_ptr += head * lse_stride_head + q_start * lse_stride_token
+        store_tile(
+            tile, out, lse,
+            out_ptr + q_start * out_stride_token + head * out_stride_head,
+            out_stride_token, out_stride_head,
+            lse_ptr, lse_stride_token, lse_stride_head, q_len, GROUP, HEAD_DIM, BLOCK_D, BLOCK_M,
+        )  # fmt: skip
 
 
 def _config(head_dim: int, itemsize: int, rows: int, target: Target) -> TileConfig:
-    """block_m: rows (query token, head of the group); block_n: keys. `rows`: the most that a
-    sequence has."""
+    """block_m rows by block_n keys. A sequence has up to `rows` of (query token, group's head)."""
     wide = head_dim > 128
     if itemsize == 4:
         # Exact fp32 products run on the ordinary cores and keep both operands in registers.
-        return TileConfig(16, 16 if wide else 32, num_warps=8 if wide else 4, num_stages=1)
+        return TileConfig(16, 16 if wide else 32, num_warps=4, num_stages=1)
     # 16 is the tensor cores' least; several queries of a large group take several tiles.
     block_m = min(max(16, triton.next_power_of_2(rows)), 32 if wide else 64)
     block_n = 32 if wide else 64

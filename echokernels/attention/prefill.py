@@ -30,7 +30,7 @@ from echokernels.attention._arguments import (
     check_pages,
     check_queries,
 )
-from echokernels.attention._softmax import attend, finish, key_range
+from echokernels.attention._tile import attend_tile, store_tile
 
 
 # Index tensors may be slices at any offset of larger buffers: their alignment varies at run time.
@@ -99,59 +99,32 @@ def _flash_attn_varlen_kernel(
     else:
         k_len = (tl.load(cu_seqlens_k_ptr + seq + 1) - k_start).to(tl.int32)
 
-    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    token = row // GROUP
-    head = kv_head * GROUP + row % GROUP
-    row_mask = token < q_len
-    shift = k_len - q_len
-    d = tl.arange(0, BLOCK_D)[None, :]
-    io_mask = row_mask[:, None] & (d < HEAD_DIM)
-    q_rows = q_ptr + ((q_start + token) * q_stride_token + head * q_stride_head)[:, None]
-    q = tl.load(q_rows + d, mask=io_mask, other=0.0)
-
-    first_token = tile * BLOCK_M // GROUP
-    last_token = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, q_len - 1)
-    begin, end, full_end = key_range(
-        first_token, last_token, shift, k_len, window_left, window_right, HAS_LEFT, HAS_RIGHT
-    )
-    begin = begin // BLOCK_N * BLOCK_N
-    # Whole tiles that every row sees need no mask; with a left window there are few, so all are
-    # masked.
-    split = begin
-    if not HAS_LEFT:
-        split = tl.maximum(begin, full_end // BLOCK_N * BLOCK_N)
-
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
-    k_ptr += kv_head * k_stride_head
-    v_ptr += kv_head * v_stride_head
     table_ptr = block_table_ptr
     if PAGE_SIZE > 0:
         table_ptr += seq * table_stride
-    for masked in tl.static_range(2):
-        acc, m, l = attend(
-            acc, m, l, q,
-            split if masked else begin,
-            end if masked else split,
-            k_len, token + shift, k_ptr, v_ptr,
-            k_stride_page, k_stride_slot, v_stride_page, v_stride_slot, k_start, table_ptr,
-            scale, softcap, window_left, window_right,
-            masked == 1, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PAGE_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N,
-            UPCAST,
-        )  # fmt: skip
-
-    out, lse = finish(acc, m, l)
-    out_rows = out_ptr + ((q_start + token) * out_stride_token + head * out_stride_head)[:, None]
-    tl.store(out_rows + d, out.to(out_ptr.dtype.element_ty), mask=io_mask)
+    head = kv_head * GROUP
+    out, lse = attend_tile(
+        tile,
+        q_ptr + q_start * q_stride_token + head * q_stride_head,
+        q_stride_token, q_stride_head, q_len,
+        k_ptr + kv_head * k_stride_head, k_stride_page, k_stride_slot,
+        v_ptr + kv_head * v_stride_head, v_stride_page, v_stride_slot,
+        k_start, table_ptr, k_len, 0, k_len,
+        scale, softcap, window_left, window_right, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
+        PAGE_SIZE, GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, UPCAST,
+    )  # fmt: skip
     if lse_ptr is not None:
-        lse_rows = lse_ptr + head * lse_stride_head + (q_start + token) * lse_stride_token
-        tl.store(lse_rows, lse, mask=row_mask)
+        lse_ptr += head * lse_stride_head + q_start * lse_stride_token
+    store_tile(
+        tile, out, lse,
+        out_ptr + q_start * out_stride_token + head * out_stride_head,
+        out_stride_token, out_stride_head,
+        lse_ptr, lse_stride_token, lse_stride_head, q_len, GROUP, HEAD_DIM, BLOCK_D, BLOCK_M,
+    )  # fmt: skip
 
 
 def _config(head_dim: int, itemsize: int, rows: int, target: Target) -> TileConfig:
-    """block_m: rows (query token, head of the group); block_n: keys. `rows`: the most that a
-    sequence has."""
+    """block_m rows by block_n keys. A sequence has up to `rows` of (query token, group's head)."""
     # A short chunk must not pay for a tile of mostly masked rows; 16 is the tensor cores' least.
     needed = max(16, triton.next_power_of_2(rows))
     wide = head_dim > 128

@@ -2,7 +2,7 @@
 
 The grid and the workspace come from capacity (batch, KV heads, table width, SM count), never from
 lengths on the host; each program finds its own chunk from `seqused_k`, so a captured graph serves
-any lengths. The same rule as a kernel helper is `chunk_size` of `paged_decode.py`.
+any lengths. How a program finds its chunk is `chunks` in `_split_k.py`.
 """
 
 MAX_SPLITS = 128
