@@ -162,7 +162,8 @@ def _config(head_dim: int, itemsize: int, rows: int, target: Target) -> TileConf
     if block_m == 64 and head_dim > 64 and target.arch != 90:
         # Without WGMMA the operands pass through registers.
         num_warps = 8
-    num_stages = 3 if target.shared_memory >= 128 * 1024 else 1 if wide else 2
+    # A third stage gains nothing there, and costs a program on each SM.
+    num_stages = (3 if target.shared_memory >= 128 * 1024 else 1) if wide else 2
     return TileConfig(block_m, block_n, num_warps, num_stages)
 
 

@@ -20,8 +20,14 @@ def splits(batch, kv_heads, max_keys):
 
 
 def test_short_contexts_are_not_cut_up():
-    assert splits(1, 8, 128) == 1
+    assert splits(1, 8, 64) == 1
     assert splits(1, 8, 0) == 1
+
+
+def test_one_long_sequence_in_a_large_batch_is_split():
+    assert splits(256, 8, 1024) == 1
+    assert splits(256, 8, 16_384) == 4
+    assert splits(256, 8, 131_072) == 8
 
 
 def test_batch_12_and_32k_and_mqa_fill_the_gpu():
