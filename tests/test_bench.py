@@ -2,6 +2,7 @@
 
 import csv
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from bench.checks import MOST_DEVIATIONS, drawn_by_probability, most_likely, row
 from bench.inputs import ragged_lengths, sampling
 from bench.measure import measure_case
 from bench.ops import FULL, QUICK, cases
+from bench.report import report
 from bench.run import main
 
 CPU = torch.device("cpu")
@@ -186,3 +188,8 @@ def test_cpu_speed_needs_equal_tokens():
     mine, peer = _compare(fast, slow)
     assert mine.rate is peer.rate is None
     assert not mine.ok
+
+
+def test_the_performance_page_is_what_the_results_say():
+    page = Path(__file__).parent.parent / "docs/performance.md"
+    assert page.read_text() == report()
