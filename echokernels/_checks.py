@@ -1,7 +1,8 @@
 """Checks of arguments, with one form of error: `<argument> is <value>, must be <what is allowed>`.
 
 They read metadata only (shape, dtype, stride, device), so they hold on fake tensors too and never
-wait for a GPU. Checks that read device memory run only with `ECHOKERNELS_DEBUG=1`.
+wait for a GPU. Checks that read device memory (an op's `debug_check`) run only with
+`ECHOKERNELS_DEBUG=1`.
 """
 
 import os
@@ -71,14 +72,8 @@ def check_absent(name: str, value: object, when: str) -> None:
 
 
 def check_indices(name: str, indices: torch.Tensor, low: int, high: int) -> None:
-    """With ECHOKERNELS_DEBUG=1, reads `indices` and raises unless all are in [low, high).
-
-    For launchers and references, not for an op's `check`, which also gets fake tensors. Waits for
-    the device, so it does nothing while a CUDA graph is captured.
-    """
-    if not DEBUG or indices.numel() == 0:
-        return
-    if indices.is_cuda and torch.cuda.is_current_stream_capturing():
+    """All of `indices` must be in [low, high). Reads them: for an op's `debug_check` only."""
+    if indices.numel() == 0:
         return
     least, most = int(indices.min()), int(indices.max())
     if least < low or most >= high:

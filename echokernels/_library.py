@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from echokernels import _checks
 from echokernels._target import INTERPRETED
 
 _library = torch.library.Library("echo", "DEF")
@@ -19,14 +20,14 @@ _library = torch.library.Library("echo", "DEF")
 
 @dataclass(frozen=True)
 class Op:
-    """One registered op. `triton`, `reference` and `check` take the schema's arguments in its
-    order."""
+    """One registered op. Its functions take the schema's arguments in their order."""
 
     name: str
     schema: str
     check: Callable[..., None]
     triton: Callable[..., None]
     reference: Callable[..., None]
+    debug_check: Callable[..., None] | None = None
 
 
 OPS: dict[str, Op] = {}
@@ -38,16 +39,19 @@ def define_op(
     check: Callable[..., None],
     triton: Callable[..., None],
     reference: Callable[..., None],
+    debug_check: Callable[..., None] | None = None,
 ) -> Callable[..., None]:
     """Registers `torch.ops.echo.<name>` and returns its overload.
 
     CUDA tensors get `triton`, the launcher; CPU tensors get `reference`, the plain PyTorch form, or
     the launcher itself under `TRITON_INTERPRET=1`. `check` reads metadata only (it also runs on
-    fake tensors) and raises ValueError or TypeError. The op raises ValueError when gradients are
-    enabled and an input requires them: there is no backward.
+    fake tensors) and raises ValueError or TypeError; `debug_check` may read the tensors, waits for
+    the device, and runs only with `ECHOKERNELS_DEBUG=1`, outside the capture of CUDA graphs. The
+    op raises ValueError when gradients are enabled and an input requires them: there is no
+    backward.
     """
     name = schema[: schema.index("(")]
-    op = Op(name, schema, check, triton, reference)
+    op = Op(name, schema, check, triton, reference, debug_check)
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, _checked(op, triton), "CUDA")
     _library.impl(name, _checked(op, triton if INTERPRETED else reference), "CPU")
@@ -63,9 +67,17 @@ def _checked(op: Op, run: Callable[..., None]) -> Callable[..., None]:
         if torch.is_grad_enabled():
             _refuse_gradients(op, args)
         check(*args)
+        if _checks.DEBUG and run is not _nothing:
+            _check_values(op, args)
         run(*args)
 
     return call
+
+
+def _check_values(op: Op, args: tuple[Any, ...]) -> None:
+    capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    if op.debug_check is not None and not capturing:
+        op.debug_check(*args)
 
 
 def _nothing(*_: Any) -> None:

@@ -8,6 +8,7 @@ from echokernels._checks import (
     check_absent,
     check_dim,
     check_dtype,
+    check_indices,
     check_last_contiguous,
     check_range,
     check_same_device,
@@ -105,3 +106,20 @@ def check_features(
     check_absent("sinks", sinks, "attention sinks are not supported yet")
     check_absent("k_scale", k_scale, "INT8 caches are not supported yet")
     check_absent("v_scale", v_scale, "INT8 caches are not supported yet")
+
+
+def check_page_ids(
+    k_cache: torch.Tensor, block_table: torch.Tensor, seqused_k: torch.Tensor
+) -> None:
+    """Reads them: every sequence's keys must lie in pages that exist. For a `debug_check`."""
+    num_pages, page_size = k_cache.shape[:2]
+    columns = block_table.shape[1]
+    check_indices("seqused_k", seqused_k, 0, columns * page_size + 1)
+    first_key = torch.arange(columns, device=block_table.device) * page_size
+    check_indices("block_table", block_table[first_key < seqused_k[:, None]], 0, num_pages)
+
+
+def check_offsets(name: str, cu_seqlens: torch.Tensor, num_rows: int, longest: int) -> None:
+    """Reads them: they must ascend within the rows, by `longest` at most. For a `debug_check`."""
+    check_indices(name, cu_seqlens, 0, num_rows + 1)
+    check_indices(f"the lengths of {name}", cu_seqlens.diff(), 0, longest + 1)

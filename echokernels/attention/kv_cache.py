@@ -120,6 +120,18 @@ def _check(
     )
 
 
+def _debug_check(
+    key: torch.Tensor,  # noqa: ARG001
+    value: torch.Tensor,  # noqa: ARG001
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,  # noqa: ARG001
+    slot_mapping: torch.Tensor,
+    *_scales: torch.Tensor | None,
+) -> None:
+    num_slots = k_cache.shape[0] * k_cache.shape[1]
+    check_indices("slot_mapping", slot_mapping, torch.iinfo(slot_mapping.dtype).min, num_slots)
+
+
 def _launch(
     key: torch.Tensor,
     value: torch.Tensor,
@@ -132,7 +144,6 @@ def _launch(
     num_pages, page_size, kv_heads, head_dim = k_cache.shape
     v_head_dim = v_cache.shape[3]
     num_slots = num_pages * page_size
-    check_indices("slot_mapping", slot_mapping, torch.iinfo(slot_mapping.dtype).min, num_slots)
     width = max(head_dim, v_head_dim)
     config = select("reshape_and_cache", (kv_heads, width), lambda: _config(kv_heads, width))
     launch(
@@ -164,6 +175,7 @@ _reshape_and_cache = define_op(
     check=_check,
     triton=_launch,
     reference=reference.reshape_and_cache,
+    debug_check=_debug_check,
 )
 
 

@@ -27,6 +27,8 @@ from echokernels.attention._arguments import (
     check_features,
     check_keys,
     check_lengths,
+    check_offsets,
+    check_page_ids,
     check_pages,
     check_queries,
 )
@@ -212,6 +214,23 @@ def _check(
     check_same_device("q", q, cu_seqlens_q=cu_seqlens_q, workspace=workspace)
 
 
+def _debug_check(
+    out: torch.Tensor,  # noqa: ARG001
+    lse: torch.Tensor | None,  # noqa: ARG001
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,  # noqa: ARG001
+    block_table: torch.Tensor,
+    seqused_k: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    max_seqlen_q: int,
+    *_: object,
+) -> None:
+    check_page_ids(k_cache, block_table, seqused_k)
+    if cu_seqlens_q is not None:
+        check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0], max_seqlen_q)
+
+
 def _launch(
     out: torch.Tensor,
     lse: torch.Tensor | None,
@@ -340,6 +359,7 @@ _paged_attention = define_op(
     check=_check,
     triton=_launch,
     reference=reference.paged_attention,
+    debug_check=_debug_check,
 )
 
 

@@ -16,7 +16,13 @@ import torch
 import triton
 import triton.language as tl
 
-from echokernels._checks import check_absent, check_dim, check_range, check_same_device
+from echokernels._checks import (
+    check_absent,
+    check_dim,
+    check_indices,
+    check_range,
+    check_same_device,
+)
 from echokernels._launch import launch
 from echokernels._library import define_op
 from echokernels._target import INTERPRETED, Target, target_of
@@ -27,6 +33,8 @@ from echokernels.attention._arguments import (
     check_features,
     check_keys,
     check_lengths,
+    check_offsets,
+    check_page_ids,
     check_pages,
     check_queries,
 )
@@ -190,6 +198,30 @@ def _check(
     )
 
 
+def _debug_check(
+    out: torch.Tensor,  # noqa: ARG001
+    lse: torch.Tensor | None,  # noqa: ARG001
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,  # noqa: ARG001
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
+    seqused_k: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    max_seqlen_q: int,
+    *_: object,
+) -> None:
+    check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0], max_seqlen_q)
+    if cu_seqlens_k is not None:
+        check_offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0], k.shape[0])
+        if seqused_k is not None:
+            check_indices(
+                "cu_seqlens_k + seqused_k", cu_seqlens_k[:-1] + seqused_k, 0, k.shape[0] + 1
+            )
+    if block_table is not None and seqused_k is not None:
+        check_page_ids(k, block_table, seqused_k)
+
+
 def _launch(
     out: torch.Tensor,
     lse: torch.Tensor | None,
@@ -273,6 +305,7 @@ _flash_attn_varlen = define_op(
     check=_check,
     triton=_launch,
     reference=reference.flash_attn_varlen,
+    debug_check=_debug_check,
 )
 
 

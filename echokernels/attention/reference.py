@@ -9,8 +9,6 @@ from itertools import pairwise
 
 import torch
 
-from echokernels._checks import check_indices
-
 
 def flash_attn_varlen(
     out: torch.Tensor,
@@ -122,7 +120,6 @@ def reshape_and_cache(
 ) -> None:
     num_pages, page_size = k_cache.shape[:2]
     num_slots = num_pages * page_size
-    check_indices("slot_mapping", slot_mapping, torch.iinfo(slot_mapping.dtype).min, num_slots)
     token = ((slot_mapping >= 0) & (slot_mapping < num_slots)).nonzero().squeeze(1)
     slot = slot_mapping[token]
     page, offset = slot // page_size, slot % page_size
@@ -139,7 +136,6 @@ def rotary_embedding(
     is_neox: bool,
 ) -> None:
     max_position, rotary_dim = cos_sin_cache.shape
-    check_indices("positions", positions, 0, max_position)
     if max_position == 0:
         return
     row = positions.clamp(0, max_position - 1)

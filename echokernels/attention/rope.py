@@ -188,6 +188,17 @@ def _heads(x: torch.Tensor, head_dim: int) -> tuple[int, int, int]:
     return x.shape[1] // head_dim, x.stride(0), head_dim
 
 
+def _debug_check(
+    positions: torch.Tensor,
+    query: torch.Tensor,  # noqa: ARG001
+    key: torch.Tensor | None,  # noqa: ARG001
+    head_dim: int,  # noqa: ARG001
+    cos_sin_cache: torch.Tensor,
+    is_neox: bool,  # noqa: ARG001
+) -> None:
+    check_indices("positions", positions, 0, cos_sin_cache.shape[0])
+
+
 def _launch(
     positions: torch.Tensor,
     query: torch.Tensor,
@@ -197,7 +208,6 @@ def _launch(
     is_neox: bool,
 ) -> None:
     max_position, rotary_dim = cos_sin_cache.shape
-    check_indices("positions", positions, 0, max_position)
     half = rotary_dim // 2
     num_heads, *query_strides = _heads(query, head_dim)
     num_kv_heads, *key_strides = (0, 0, 0) if key is None else _heads(key, head_dim)
@@ -231,6 +241,7 @@ _rotary_embedding = define_op(
     check=_check,
     triton=_launch,
     reference=reference.rotary_embedding,
+    debug_check=_debug_check,
 )
 
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echokernels import flash_attn_varlen
+from echokernels import _checks, flash_attn_varlen
 from echokernels._target import INTERPRETED, KNOWN_TARGETS
 from echokernels.attention.prefill import _config
 from tests.ops.attention_oracle import Features, attend_ragged, values_scale
@@ -363,6 +363,27 @@ def test_gradients_are_refused():
         pytest.raises(ValueError, match=r"flash_attn_varlen: k\.requires_grad is True"),
     ):
         flash_attn_varlen(zeros, zeros.clone().requires_grad_(), zeros, cu_seqlens, cu_seqlens)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("cu_seqlens_q", [0, 5], "cu_seqlens_q holds 0..5, must lie in [0, 5)"),
+        ("max_seqlen_q", 3, "the lengths of cu_seqlens_q holds 4..4, must lie in [0, 4)"),
+        ("cu_seqlens_k", [4, 0], "the lengths of cu_seqlens_k holds -4..-4, must lie in [0, 5)"),
+        ("seqused_k", [5], "cu_seqlens_k + seqused_k holds 5..5, must lie in [0, 5)"),
+    ],
+)
+def test_debug_mode_reads_the_indices(device, monkeypatch, name, value, message):
+    zeros = torch.zeros(4, 2, 16, device=device)
+    cu_seqlens = boundaries([4], torch.int32, device)
+    good = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+    bad = torch.tensor(value, device=device) if isinstance(value, list) else value
+    monkeypatch.setattr(_checks, "DEBUG", True)
+    flash_attn_varlen(zeros, zeros, zeros, **good)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  (the message is compared as it is)
+        flash_attn_varlen(zeros, zeros, zeros, **{**good, name: bad})
+    assert message in str(caught.value)
 
 
 def test_config_follows_rows_and_target():

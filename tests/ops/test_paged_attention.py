@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echokernels import attention_workspace_size, paged_attention
+from echokernels import _checks, attention_workspace_size, paged_attention
 from echokernels._target import INTERPRETED, KNOWN_TARGETS
 from echokernels.attention.paged_decode import _config
 from tests.ops.attention_oracle import Features, attend_ragged, values_scale
@@ -197,6 +197,29 @@ def test_a04_unused_slots_never_leak(device, filler, num_splits):
     assert torch.equal(run(filler), run(0.0))
 
 
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("head_dim", [80, 96, 192])
+def test_a05_nothing_is_written_past_the_head_dim(device, head_dim, num_splits):
+    gen = generator(5)
+    q = randn(2, 8, head_dim, dtype=torch.float16, device=device, gen=gen)
+    cache = make_cache(
+        [33, 70],
+        page_size=16,
+        kv_heads=2,
+        head_dim=head_dim,
+        dtype=torch.float16,
+        device=device,
+        gen=gen,
+    )
+    # Heads stand 256 apart: a store of a padded tile would hit the gap.
+    wide = torch.full((3, 8, 256), 7.0, dtype=torch.float16, device=device)
+    decode(q, cache, num_splits=num_splits, out=wide[:2, :, :head_dim])
+    assert (wide[:, :, head_dim:] == 7).all()
+    assert (wide[2] == 7).all()
+    want, _ = attend_ragged(q, cache.keys, cache.values, [1, 1], head_dim**-0.5, Features())
+    assert_close(wide[:2, :, :head_dim], want, roundings=2, scale=values_scale(cache.values))
+
+
 @pytest.mark.parametrize("page_size", [1, 8, 24, 48, 256])
 def test_a07_any_page_size(device, page_size):
     # 2 pages and one token; 256 also past 4,096 tokens, where another kernel's page arithmetic
@@ -379,6 +402,40 @@ def test_bad_arguments(change, error, message):
     paged_attention(**good)
     with pytest.raises(error) as caught:
         paged_attention(**{**good, **change})
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seqused_k": torch.tensor([33, 1])}, "seqused_k holds 1..33, must lie in [0, 33)"),
+        (
+            {"block_table": torch.tensor([[4, 0], [0, 0]])},
+            "block_table holds 0..4, must lie in [0, 4)",
+        ),
+        (
+            {"cu_seqlens_q": torch.tensor([0, 2, 1]), "max_seqlen_q": 2},
+            "the lengths of cu_seqlens_q holds -1..2, must lie in [0, 3)",
+        ),
+    ],
+)
+def test_debug_mode_reads_the_indices(device, monkeypatch, change, message):
+    good = {
+        "q": torch.zeros(2, 2, 16),
+        "k_cache": torch.zeros(4, 16, 1, 16),
+        "v_cache": torch.zeros(4, 16, 1, 16),
+        # The last entry is beyond its sequence, so it may be anything.
+        "block_table": torch.tensor([[3, 0], [0, 99]]),
+        "seqused_k": torch.tensor([32, 1]),
+    }
+    monkeypatch.setattr(_checks, "DEBUG", True)
+    paged_attention(**{name: tensor.to(device) for name, tensor in good.items()})
+    bad = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in {**good, **change}.items()
+    }
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  (the message is compared as it is)
+        paged_attention(**bad)
     assert message in str(caught.value)
 
 
