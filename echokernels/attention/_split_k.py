@@ -93,7 +93,7 @@ def merge_splits_kernel(
         split_id = start + tl.arange(0, BLOCK_S)
         mask = split_id < num_splits
         index = (split_id.to(tl.int64) * num_tokens + token) * heads + head
-        lse = tl.load(partial_lse_ptr + index, mask=mask, other=float("-inf")) * LOG2_E
+        lse = tl.load(partial_lse_ptr + index, mask=mask, other=float("-inf"))
         partial = tl.load(
             partial_out_ptr + index[:, None] * HEAD_DIM + d,
             mask=mask[:, None] & (d < HEAD_DIM),
@@ -102,8 +102,8 @@ def merge_splits_kernel(
         m_new = tl.maximum(m, tl.max(lse, axis=0))
         # All chunks so far are empty while m is -inf; 0 in its place makes every weight 0, not NaN.
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        weight = tl.exp2(lse - m_safe)
-        alpha = tl.exp2(m - m_safe)
+        weight = tl.exp2((lse - m_safe) * LOG2_E)
+        alpha = tl.exp2((m - m_safe) * LOG2_E)
         acc = acc * alpha + tl.sum(partial * weight[:, None], axis=0)
         l = l * alpha + tl.sum(weight, axis=0)
         m = m_new
@@ -114,5 +114,6 @@ def merge_splits_kernel(
     out_row = out_ptr + token * out_stride_token + head * out_stride_head
     tl.store(out_row + column, (acc / safe).to(out_ptr.dtype.element_ty), mask=column < HEAD_DIM)
     if lse_ptr is not None:
-        lse = tl.where(empty, float("-inf"), (m + tl.log2(safe)) * LN_2)
+        # Of a single partial this is its own LSE, bit for bit: as if nothing had been split.
+        lse = tl.where(empty, float("-inf"), m + tl.log2(safe) * LN_2)
         tl.store(lse_ptr + head * lse_stride_head + token * lse_stride_token, lse)

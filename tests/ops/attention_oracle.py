@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from tests.tolerances import assert_close
+
 
 @dataclass(frozen=True)
 class Features:
@@ -72,3 +74,15 @@ def values_scale(values: list[torch.Tensor]) -> float:
     cancel."""
     real = [v.double().abs().max().item() for v in values if v.numel()]
     return max(real, default=1.0)
+
+
+def check(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    want: torch.Tensor,
+    want_lse: torch.Tensor,
+    values: list[torch.Tensor],
+) -> None:
+    # Two roundings: of the weights, for the second product, and of the result.
+    assert_close(out, want, roundings=2, scale=values_scale(values))
+    assert_close(lse, want_lse, roundings=4, scale=4.0)

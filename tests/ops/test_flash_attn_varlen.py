@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from echokernels import _checks, flash_attn_varlen
 from echokernels._target import INTERPRETED, KNOWN_TARGETS
 from echokernels.attention.prefill import _config
-from tests.ops.attention_oracle import Features, attend_ragged, values_scale
+from tests.ops.attention_oracle import Features, attend_ragged, check, values_scale
 from tests.ops.paged_cache import make_cache
 from tests.strategies import dtypes, generator, poisoned, randn, seeds, strided_randn
 from tests.tolerances import assert_close
@@ -30,12 +30,6 @@ features = st.builds(
 
 def boundaries(lens, dtype, device):
     return torch.tensor([0, *torch.tensor(lens).cumsum(0).tolist()], dtype=dtype, device=device)
-
-
-def check(out, lse, want, want_lse, values):
-    # Two roundings: of the weights, for the second product, and of the result.
-    assert_close(out, want, roundings=2, scale=values_scale(values))
-    assert_close(lse, want_lse, roundings=4, scale=4.0)
 
 
 @given(

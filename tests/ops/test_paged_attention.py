@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from echokernels import _checks, attention_workspace_size, paged_attention
 from echokernels._target import INTERPRETED, KNOWN_TARGETS
 from echokernels.attention.paged_decode import _config
-from tests.ops.attention_oracle import Features, attend_ragged, values_scale
+from tests.ops.attention_oracle import Features, attend_ragged, check, values_scale
 from tests.ops.paged_cache import make_cache
 from tests.strategies import dtypes, generator, poisoned, randn, seeds
 from tests.tolerances import assert_close
@@ -35,12 +35,6 @@ splits = st.sampled_from(
     ]
 )
 BF16 = torch.float16 if INTERPRETED else torch.bfloat16
-
-
-def check(out, lse, want, want_lse, values):
-    # Two roundings: of the weights, for the second product, and of the result.
-    assert_close(out, want, roundings=2, scale=values_scale(values))
-    assert_close(lse, want_lse, roundings=4, scale=4.0)
 
 
 @given(
@@ -304,18 +298,37 @@ def test_page_order_does_not_matter(device, k_lens, seed):
 def test_kv_split_size_makes_results_independent_of_the_batch(device, k_lens, kv_split_size, seed):
     q, cache = small_case(device, k_lens, seed=seed, dtype=torch.float16)
     out, lse = decode(q, cache, kv_split_size=kv_split_size)
-    for seq in range(len(k_lens)):
+    for seq, k_len in enumerate(k_lens):
         alone, alone_lse = paged_attention(
             q[seq : seq + 1],
             cache.k_cache,
             cache.v_cache,
-            cache.block_table[seq : seq + 1],
+            # As wide as this sequence needs: alone it may take the kernel that does not split.
+            cache.block_table[seq : seq + 1, : -(-k_len // 16)].contiguous(),
             cache.seqused_k[seq : seq + 1],
             kv_split_size=kv_split_size,
             return_lse=True,
         )
         assert torch.equal(out[seq], alone[0])
         assert torch.equal(lse[:, seq], alone_lse[:, 0])
+
+
+def test_kv_split_size_ignores_how_long_the_others_are(device):
+    # Beside a long sequence the short ones take the kernel that splits, and their one partial is
+    # merged; alone they take the one that does not. Their LSE must not even be rounded otherwise.
+    q, cache = small_case(device, [*range(1, 33), 300], dtype=torch.float16)
+    out, lse = decode(q, cache, kv_split_size=64)
+    short, short_lse = paged_attention(
+        q[:32],
+        cache.k_cache,
+        cache.v_cache,
+        cache.block_table[:32, :2].contiguous(),
+        cache.seqused_k[:32],
+        kv_split_size=64,
+        return_lse=True,
+    )
+    assert torch.equal(out[:32], short)
+    assert torch.equal(lse[:, :32], short_lse)
 
 
 @pytest.mark.parametrize("num_splits", [0, 1, 5])
