@@ -8,6 +8,8 @@ import math
 import torch
 from torch.nn import functional
 
+from echokernels._reference import accumulable
+
 
 def silu_and_mul(out: torch.Tensor, x: torch.Tensor) -> None:
     gate, up = _gate_and_up(x)
@@ -28,4 +30,4 @@ def gelu_tanh_and_mul(out: torch.Tensor, x: torch.Tensor) -> None:
 
 def _gate_and_up(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     gate, up = x.chunk(2, dim=-1)
-    return gate if gate.dtype == torch.float64 else gate.float(), up
+    return accumulable(gate), up

@@ -59,7 +59,11 @@ def check_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, names: tuple[s
 
 
 def check_pages(
-    q: torch.Tensor, k_cache: torch.Tensor, block_table: torch.Tensor, seqused_k: torch.Tensor
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seqused_k: torch.Tensor,
+    num_seqs: int,
 ) -> None:
     """block_table: [num_seqs, max_pages]; seqused_k: [num_seqs]."""
     check_dim("k_cache", k_cache, 4)
@@ -68,9 +72,9 @@ def check_pages(
             f"k_cache.shape is {tuple(k_cache.shape)}, must have a page size of at least 1"
         )
     check_dtype("block_table", block_table, INDEX)
-    check_shape("block_table", block_table, seqused_k.shape[0], None)
+    check_shape("block_table", block_table, num_seqs, None)
     check_last_contiguous("block_table", block_table)
-    check_lengths("seqused_k", seqused_k, seqused_k.shape[0])
+    check_lengths("seqused_k", seqused_k, num_seqs)
     check_same_device("q", q, block_table=block_table, seqused_k=seqused_k)
 
 

@@ -23,7 +23,6 @@ from echokernels._target import INTERPRETED, Target, target_of
 from echokernels._tuning import TileConfig, select
 from echokernels.attention import reference
 from echokernels.attention._arguments import (
-    check_boundaries,
     check_features,
     check_keys,
     check_lengths,
@@ -194,11 +193,10 @@ def _check(
 ) -> None:
     check_queries(out, lse, q, softmax_scale)
     check_dim("seqused_k", seqused_k, 1)
-    check_pages(q, k_cache, block_table, seqused_k)
-    check_keys(q, k_cache, v_cache, ("k_cache", "v_cache"))
     num_seqs = seqused_k.shape[0]
+    check_pages(q, k_cache, block_table, seqused_k, num_seqs)
+    check_keys(q, k_cache, v_cache, ("k_cache", "v_cache"))
     if cu_seqlens_q is not None:
-        check_boundaries("cu_seqlens_q", cu_seqlens_q)
         check_lengths("cu_seqlens_q", cu_seqlens_q, num_seqs + 1)
     elif q.shape[0] != num_seqs:
         raise ValueError(

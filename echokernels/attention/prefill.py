@@ -179,13 +179,11 @@ def _check(
         if seqused_k is None:
             raise ValueError("seqused_k is None, must be given with block_table")
         check_absent("cu_seqlens_k", cu_seqlens_k, "with block_table the key lengths are seqused_k")
-        check_lengths("seqused_k", seqused_k, num_seqs)
-        check_pages(q, k, block_table, seqused_k)
+        check_pages(q, k, block_table, seqused_k, num_seqs)
     else:
         if cu_seqlens_k is None:
             raise ValueError("cu_seqlens_k is None, must be given without block_table")
         check_dim("k", k, 3)
-        check_boundaries("cu_seqlens_k", cu_seqlens_k)
         check_lengths("cu_seqlens_k", cu_seqlens_k, num_seqs + 1)
         if seqused_k is not None:
             check_lengths("seqused_k", seqused_k, num_seqs)

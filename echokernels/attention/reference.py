@@ -9,6 +9,8 @@ from itertools import pairwise
 
 import torch
 
+from echokernels._reference import accumulable
+
 
 def flash_attn_varlen(
     out: torch.Tensor,
@@ -149,7 +151,7 @@ def rotary_embedding(
             first, second = heads[..., :rotary_dim].chunk(2, dim=-1)
         else:
             first, second = heads[..., 0:rotary_dim:2], heads[..., 1:rotary_dim:2]
-        x, y = _accumulable(first), _accumulable(second)
+        x, y = accumulable(first), accumulable(second)
         rotated_x = torch.where(in_table, x * cos - y * sin, x)
         rotated_y = torch.where(in_table, y * cos + x * sin, y)
         first.copy_(rotated_x)
@@ -222,7 +224,3 @@ def _visible(queries: int, keys: int, window: tuple[int, int]) -> torch.Tensor |
 
 def _split_heads(x: torch.Tensor, head_dim: int) -> torch.Tensor:
     return x.view(x.shape[0], x.shape[1] // head_dim, head_dim)
-
-
-def _accumulable(x: torch.Tensor) -> torch.Tensor:
-    return x if x.dtype == torch.float64 else x.float()

@@ -6,6 +6,8 @@ Arithmetic is in float32, or float64 when the input is float64.
 
 import torch
 
+from echokernels._reference import accumulable
+
 
 def rms_norm(
     out: torch.Tensor,
@@ -14,7 +16,7 @@ def rms_norm(
     eps: float,
     weight_offset: float = 0.0,
 ) -> None:
-    out.copy_(_normalise(_accumulable(x), weight, eps, weight_offset))
+    out.copy_(_normalise(accumulable(x), weight, eps, weight_offset))
 
 
 def fused_add_rms_norm(
@@ -24,7 +26,7 @@ def fused_add_rms_norm(
     eps: float,
     weight_offset: float = 0.0,
 ) -> None:
-    total = _accumulable(x) + _accumulable(residual)
+    total = accumulable(x) + accumulable(residual)
     residual.copy_(total)
     x.copy_(_normalise(total, weight, eps, weight_offset))
 
@@ -36,7 +38,3 @@ def _normalise(
     if weight_offset:
         scale = scale + weight_offset
     return torch.nn.functional.rms_norm(x, (x.shape[-1],), scale, eps)
-
-
-def _accumulable(x: torch.Tensor) -> torch.Tensor:
-    return x if x.dtype == torch.float64 else x.float()

@@ -29,7 +29,7 @@ class HFCheckpoint(Checkpoint):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config = _read_config(path)
+        self.config = read_config(path)
         self._file_of: dict[str, Any] = {}
         for file, names in _read_layout(path).items():
             self._file_of |= _open_weights(path / file, names)
@@ -49,7 +49,8 @@ class HFCheckpoint(Checkpoint):
         return self._file_of[name].get_tensor(name)
 
 
-def _read_config(path: Path) -> ModelConfig:
+def read_config(path: Path) -> ModelConfig:
+    """The configuration of the folder `path`, which needs no weights. Raises ValueError."""
     fields = read_json(path / "config.json")
     check_architecture(path / "config.json", fields.get("model_type"))
     # The ids that end a generation are in generation_config.json if that exists: a chat model

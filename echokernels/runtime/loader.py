@@ -10,7 +10,6 @@ from torch import nn
 
 from echokernels.runtime.checkpoint import open_checkpoint
 from echokernels.runtime.config import TORCH_DTYPES, ModelConfig
-from echokernels.runtime.json_file import read_json
 from echokernels.runtime.layers import Linear, PackedLinear, Placement, RMSNorm
 from echokernels.runtime.models.registry import CausalLM, build_model
 
@@ -43,7 +42,10 @@ def load_model(
     path = Path(path)
     place_device = resolve_device(device)
     if load_format == "dummy" and path.is_dir():
-        config = ModelConfig.from_hf(read_json(path / "config.json"))
+        # Imported here, so that GGUF files need no safetensors.
+        from echokernels.runtime.hf_checkpoint import read_config
+
+        config = read_config(path)
         place = Placement(resolve_dtype(dtype, config, place_device), place_device)
         model = build_model(config, place)
         fill_random(model, seed)

@@ -6,6 +6,8 @@ for: greedy ones for an argmax, filtered ones for a partial sort, ids that are a
 
 import torch
 
+from echokernels._reference import accumulable
+
 GREEDY_BELOW = 2.0**-126
 """Temperatures below this, the smallest normal fp32 number, are greedy."""
 
@@ -78,7 +80,7 @@ def philox(
 
 
 def _clean(logits: torch.Tensor) -> torch.Tensor:
-    logits = logits if logits.dtype == torch.float64 else logits.float()
+    logits = accumulable(logits)
     return logits.nan_to_num(-torch.inf, torch.finfo(torch.float32).max, -torch.inf)
 
 
