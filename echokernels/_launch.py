@@ -35,3 +35,8 @@ def _run(
     kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]
 ) -> None:
     kernel[grid](*args, **options)
+
+
+def scratch(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Uninitialised memory that a launcher's kernels share and nothing reads after them."""
+    return torch.empty(shape, dtype=dtype, device=device)
