@@ -6,6 +6,7 @@ ones do. `torch.library.Library` (define, impl, register_fake) is used rather th
 because a call through it costs a fraction of the host time.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,11 @@ from typing import Any
 import torch
 
 from echokernels import _checks
+from echokernels._dispatch import cached_call
 from echokernels._target import INTERPRETED
+
+NVTX = os.environ.get("ECHOKERNELS_NVTX") == "1"
+"""Every call of an op on a GPU is an NVTX range of its name, for Nsight Systems to show."""
 
 _library = torch.library.Library("echo", "DEF")
 
@@ -43,8 +48,9 @@ def define_op(
 ) -> Callable[..., None]:
     """Registers `torch.ops.echo.<name>` and returns its overload.
 
-    CUDA tensors get `triton`, the launcher; CPU tensors get `reference`, the plain PyTorch form, or
-    the launcher itself under `TRITON_INTERPRET=1`. `check` reads metadata only (it also runs on
+    CUDA tensors get `triton`, the launcher, or a replay of what it launched for the same metadata
+    (see _dispatch.py); CPU tensors get `reference`, the plain PyTorch form, or the launcher itself
+    under `TRITON_INTERPRET=1`. `check` reads metadata only (it also runs on
     fake tensors) and raises ValueError or TypeError; `debug_check` may read the tensors, waits for
     the device, and runs only with `ECHOKERNELS_DEBUG=1`, outside the capture of CUDA graphs. The
     op raises ValueError when gradients are enabled and an input requires them: there is no
@@ -53,11 +59,29 @@ def define_op(
     name = schema[: schema.index("(")]
     op = Op(name, schema, check, triton, reference, debug_check)
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, _checked(op, triton), "CUDA")
+    _library.impl(name, _on_cuda(op), "CUDA")
     _library.impl(name, _checked(op, triton if INTERPRETED else reference), "CPU")
     torch.library.register_fake(f"echo::{name}", _checked(op, _nothing), lib=_library)
     OPS[name] = op
     return getattr(torch.ops.echo, name).default
+
+
+def _on_cuda(op: Op) -> Callable[..., None]:
+    call = _checked(op, op.triton)
+    if not _checks.DEBUG:
+        call = cached_call(op.schema, call)
+    return _in_range(f"echo::{op.name}", call) if NVTX else call
+
+
+def _in_range(name: str, call: Callable[..., None]) -> Callable[..., None]:
+    def in_range(*args: Any) -> None:
+        torch.cuda.nvtx.range_push(name)
+        try:
+            call(*args)
+        finally:
+            torch.cuda.nvtx.range_pop()
+
+    return in_range
 
 
 def _checked(op: Op, run: Callable[..., None]) -> Callable[..., None]:

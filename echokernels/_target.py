@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from echokernels._replay import bypass
+
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Kernels run in Triton's interpreter, on the CPU (`TRITON_INTERPRET=1`, read once at import)."""
 
@@ -50,7 +52,8 @@ def assume(target: Target) -> Iterator[None]:
     ahead of time)."""
     token = _assumed.set(target)
     try:
-        yield
+        with bypass():
+            yield
     finally:
         _assumed.reset(token)
 

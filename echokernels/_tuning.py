@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+from echokernels import _replay
+
 
 @dataclass(frozen=True)
 class TileConfig:
@@ -40,7 +42,8 @@ def forced(op: str, config: TileConfig) -> Iterator[None]:
     """Within the context, `op` runs with `config` whatever its heuristic says."""
     token = _forced.set({**(_forced.get() or {}), op: config})
     try:
-        yield
+        with _replay.bypass():
+            yield
     finally:
         _forced.reset(token)
 
@@ -48,3 +51,4 @@ def forced(op: str, config: TileConfig) -> Iterator[None]:
 def calibrate(op: str, key: Hashable, config: TileConfig) -> None:
     """Makes `config`, measured on this machine, the choice of `op` for `key` in this process."""
     _calibrated[op, key] = config
+    _replay.forget()

@@ -7,6 +7,7 @@ race between streams.
 import torch
 
 from echokernels._checks import check_range
+from echokernels._launch import scratch
 from echokernels._target import target_of
 from echokernels.attention.split import most_split_rows
 
@@ -46,7 +47,7 @@ def partials(
     rows = num_splits * q.shape[0] * q.shape[1]
     need = rows * (q.shape[2] + 1)
     if workspace is None:
-        scratch = torch.empty(need, dtype=torch.float32, device=q.device)
+        memory = scratch((need,), torch.float32, q.device)
     else:
         size = workspace.numel() * workspace.element_size()
         if size < need * 4:
@@ -54,5 +55,5 @@ def partials(
                 f"workspace has {size} bytes, must have at least {need * 4}: "
                 "see attention_workspace_size"
             )
-        scratch = workspace.view(-1).view(torch.uint8)[: need * 4].view(torch.float32)
-    return scratch[: rows * q.shape[2]], scratch[rows * q.shape[2] :]
+        memory = workspace.view(-1).view(torch.uint8)[: need * 4].view(torch.float32)
+    return memory[: rows * q.shape[2]], memory[rows * q.shape[2] :]

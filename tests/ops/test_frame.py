@@ -3,60 +3,11 @@
 import pytest
 import torch
 
-import echokernels
 from echokernels import _gluon_compat, _launch
 from echokernels._library import OPS
 from echokernels._target import KNOWN_TARGETS, assume, target_of
 from echokernels._tuning import TileConfig, calibrate, forced, select
-from tests.strategies import generator, randn
-
-
-def examples(device: torch.device) -> dict[str, tuple]:
-    """Arguments of a small call of every op, the same numbers on every device.
-
-    The batch is above 1, and inputs are slices of wider tensors: strides are not a fresh tensor's.
-    """
-    gen = generator(0)
-
-    def new(*shape):
-        return randn(*shape, dtype=torch.float32, device=device, gen=gen)
-
-    def index(*values):
-        return torch.tensor(values, device=device, dtype=torch.int32)
-
-    x, weight = new(5, 80)[:, :64], new(64)
-    qkv = new(5, 6, 32)
-    q, k, v = qkv[:, :4], qkv[:, 4:5], qkv[:, 5:]
-    k_cache, v_cache = new(4, 8, 1, 32), new(4, 1, 8, 32).transpose(1, 2)
-    table = index([1, 3], [0, 2])
-    off = (None, None, None, None)  # ALiBi, sinks, scales
-    lse = new(4, 5)
-    ones = torch.ones(3, device=device)
-    gated = {
-        name: (torch.zeros(5, 40, device=device), new(5, 96)[:, :80])
-        for name in ("silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul")
-    }
-    return gated | {
-        "rms_norm": (torch.zeros_like(x), x, weight, 1e-6, 1.0),
-        "fused_add_rms_norm": (x.clone(), new(5, 80)[:, 16:], weight, 1e-6, 0.0),
-        "rotary_embedding": (
-            index(0, 3, 7, 1, 2), q, k, 32, echokernels.rope_table(16, 8, device=device), True,
-        ),
-        "reshape_and_cache": (k, v, k_cache, v_cache, index(3, -1, 31, 8, 0), None, None),
-        "flash_attn_varlen": (
-            torch.zeros_like(q), lse.clone(), q, k, v, index(0, 2, 5), index(0, 2, 5), None, None,
-            3, 3, 0.2, True, -1, -1, 0.0, *off,
-        ),
-        "paged_attention": (
-            torch.zeros_like(q[:2]), None, q[:2], k_cache, v_cache, table, index(9, 16), None,
-            1, 0.2, True, -1, -1, 0.0, *off, 2, 0, None,
-        ),
-        "merge_attn_states": (torch.zeros_like(q), lse.clone(), q, lse, q.flip(0), lse.flip(1)),
-        "sample": (
-            index(0, 0, 0), torch.zeros(3, device=device), new(3, 96)[:, :77], ones * 0.8,
-            index(0, 5, 3), ones * 0.9, ones * 0.0, index(1, 2, 3).long(), index(4, 5, 6),
-        ),
-    }  # fmt: skip
+from tests.ops.examples import examples
 
 
 NAMES = sorted(OPS)

@@ -1,0 +1,220 @@
+"""Calls that cost little on the host: what one call launched is launched again for other tensors.
+
+Checks, tile choice and what Triton specialises a kernel on follow from metadata alone: shapes,
+strides, dtypes, devices, the alignment of pointers, and scalars. So a call whose metadata was seen
+before needs only new pointers in the launches that were recorded then: they go to the compiled
+kernels' own launcher, past Triton's `kernel[grid](...)`, which costs several times as much. A call
+that cannot be replayed (an argument of a kernel that is not traced back to a tensor of the op, a
+profiler's hook on launches, a tile that is forced) goes the long way.
+"""
+
+import copy
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from echokernels._launch import Launch, Recording
+
+Replay = Callable[..., None]
+"""Takes the pointers of the op's tensors, 0 for one that is absent."""
+
+# Metadata that an op remembers. One entry takes 1 to 2 kB; a full cache starts anew.
+_MOST_REPLAYS = 2048
+
+_knobs = triton.knobs.runtime
+_enter_hooks, _exit_hooks = _knobs.launch_enter_hook, _knobs.launch_exit_hook
+
+
+class _Bypass:
+    """How many contexts are open, in any thread, within which every call goes the long way."""
+
+    count = 0
+    lock = threading.Lock()
+
+
+_caches: list[dict[Hashable, Replay]] = []
+
+
+@contextmanager
+def bypass() -> Iterator[None]:
+    """Within the context no call is replayed or remembered."""
+    with _Bypass.lock:
+        _Bypass.count += 1
+    try:
+        yield
+    finally:
+        with _Bypass.lock:
+            _Bypass.count -= 1
+
+
+def forget() -> None:
+    """Drops all that is remembered: what a launcher would do has changed."""
+    for cache in _caches:
+        cache.clear()
+
+
+def new_cache() -> dict[Hashable, Replay]:
+    cache: dict[Hashable, Replay] = {}
+    _caches.append(cache)
+    return cache
+
+
+def is_bypassed() -> bool:
+    return (
+        _Bypass.count > 0
+        or _knobs.launch_enter_hook is not _enter_hooks
+        or _knobs.launch_exit_hook is not _exit_hooks
+        or bool(_enter_hooks.calls or _exit_hooks.calls)
+    )
+
+
+def remember(
+    cache: dict[Hashable, Replay],
+    key: Hashable,
+    recording: Recording,
+    tensors: Sequence[torch.Tensor | None],
+) -> None:
+    """Keeps the calls of `key` as `recording` shows them. `tensors` are the op's, all different
+    objects, in the order in which a replay takes their pointers."""
+    try:
+        replay = _make_replay(recording, tensors)
+    except _NotTracedError:
+        return
+    if len(cache) >= _MOST_REPLAYS:
+        cache.clear()
+    cache[key] = replay
+
+
+class _NotTracedError(Exception):
+    """A kernel's argument that is no tensor of the op, no view of one and no scratch."""
+
+
+class _Slot(NamedTuple):
+    """Where a pointer goes: parameter `place` gets that of `source`, `offset` bytes on."""
+
+    place: int
+    source: int  # a tensor of the op, or behind those, scratch
+    offset: int
+    descriptor: Any = None  # the parameter is a copy of this TMA descriptor, based there
+
+
+class _Base(NamedTuple):
+    """What a TMA descriptor needs of its base tensor at launch."""
+
+    pointer: int
+
+    def data_ptr(self) -> int:
+        return self.pointer
+
+
+def _make_replay(recording: Recording, tensors: Sequence[torch.Tensor | None]) -> Replay:
+    if not recording.launches:
+        return _launch_nothing
+    sources = [*tensors, *recording.scratch]
+    device = next(t.get_device() for t in tensors if t is not None)
+    scratch = [(tuple(s.shape), s.dtype, s.device) for s in recording.scratch]
+    run = _launch_one if len(recording.launches) == 1 else _launch_all
+    steps = [_step(launch, sources) for launch in recording.launches]
+    replay = run(steps, device)
+    if scratch:
+        replay = _with_scratch(replay, scratch)
+    return replay if torch.cuda.device_count() == 1 else _on_device(replay, device)
+
+
+def _step(launch: Launch, sources: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
+    compiled, grid, values = launch
+    template, slots = list(values), []
+    for index, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            slots.append(_Slot(index, *_trace(value, sources)))
+        elif isinstance(getattr(value, "base", None), torch.Tensor):
+            slots.append(_Slot(index, *_trace(value.base, sources), _without_base(value)))
+        else:
+            continue
+        template[index] = None
+    return (compiled.run, (*grid, 1, 1)[:3], compiled.function, compiled.packed_metadata,
+            template, slots)  # fmt: skip
+
+
+def _without_base(descriptor: Any) -> Any:
+    descriptor = copy.copy(descriptor)
+    descriptor.base = None
+    return descriptor
+
+
+def _trace(value: torch.Tensor, sources: Sequence[torch.Tensor | None]) -> tuple[int, int]:
+    for index, source in enumerate(sources):
+        if value is source:
+            return index, 0
+    storage = value.untyped_storage().data_ptr()
+    views = [
+        index
+        for index, source in enumerate(sources)
+        if source is not None and source.untyped_storage().data_ptr() == storage
+    ]
+    # Which of several tensors in one memory it is a view of cannot be told.
+    if len(views) != 1:
+        raise _NotTracedError
+    source = sources[views[0]]
+    assert source is not None
+    return views[0], value.data_ptr() - source.data_ptr()
+
+
+def _launch_nothing(*_: int) -> None:
+    pass
+
+
+def _launch_one(steps: list[tuple[Any, ...]], device: int) -> Replay:
+    ((run, grid, function, metadata, template, slots),) = steps
+    if any(slot.offset or slot.descriptor is not None for slot in slots):
+        return _launch_all(steps, device)
+    places = [(slot.place, slot.source) for slot in slots]
+    current_stream = torch._C._cuda_getCurrentRawStream
+
+    def replay(*pointers: int) -> None:
+        values = template.copy()
+        for index, source in places:
+            values[index] = pointers[source]
+        run(*grid, current_stream(device), function, metadata, None, None, None, *values)
+
+    return replay
+
+
+def _launch_all(steps: list[tuple[Any, ...]], device: int) -> Replay:
+    def replay(*pointers: int) -> None:
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        for run, grid, function, metadata, template, slots in steps:
+            values = template.copy()
+            for index, source, offset, descriptor in slots:
+                pointer = pointers[source] + offset
+                if descriptor is None:
+                    values[index] = pointer
+                else:
+                    values[index] = based = copy.copy(descriptor)
+                    based.base = _Base(pointer)
+            run(*grid, stream, function, metadata, None, None, None, *values)
+
+    return replay
+
+
+def _with_scratch(replay: Replay, scratch: list[tuple[Any, ...]]) -> Replay:
+    def with_scratch(*pointers: int) -> None:
+        memory = [torch.empty(shape, dtype=dtype, device=at) for shape, dtype, at in scratch]
+        replay(*pointers, *(piece.data_ptr() for piece in memory))
+
+    return with_scratch
+
+
+def _on_device(replay: Replay, device: int) -> Replay:
+    def on_device(*pointers: int) -> None:
+        if torch._C._cuda_getDevice() == device:
+            replay(*pointers)
+        else:
+            with torch.cuda.device(device):
+                replay(*pointers)
+
+    return on_device

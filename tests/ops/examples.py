@@ -1,0 +1,60 @@
+"""A small call of every op, for the tests of what all ops promise."""
+
+from typing import Any
+
+import torch
+
+import echokernels
+from tests.strategies import generator, randn
+
+
+def examples(device: torch.device, tokens: int = 5) -> dict[str, tuple[Any, ...]]:
+    """Arguments by the name of the op, the same numbers on every device.
+
+    `tokens`, at least 3, is also the number of sequences and of rows. Inputs are slices of wider
+    tensors: strides are not a fresh tensor's. A new op gets its line here.
+    """
+    gen = generator(0)
+
+    def new(*shape: int) -> torch.Tensor:
+        return randn(*shape, dtype=torch.float32, device=device, gen=gen)
+
+    def index(*values: Any) -> torch.Tensor:
+        return torch.tensor(values, device=device, dtype=torch.int32)
+
+    def steps(first: int, step: int) -> torch.Tensor:
+        return torch.arange(tokens, device=device, dtype=torch.int32) * step + first
+
+    x, weight = new(tokens, 80)[:, :64], new(64)
+    qkv = new(tokens, 6, 32)
+    q, k, v = qkv[:, :4], qkv[:, 4:5], qkv[:, 5:]
+    k_cache, v_cache = new(8, 8, 1, 32), new(8, 1, 8, 32).transpose(1, 2)
+    table = torch.stack((steps(0, 1) % 8, steps(3, 1) % 8), dim=1)
+    off = (None, None, None, None)  # ALiBi, sinks, scales
+    lse = new(4, tokens)
+    ones = torch.ones(tokens, device=device)
+    gated = {
+        name: (torch.zeros(tokens, 40, device=device), new(tokens, 96)[:, :80])
+        for name in ("silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul")
+    }
+    return gated | {
+        "rms_norm": (torch.zeros_like(x), x, weight, 1e-6, 1.0),
+        "fused_add_rms_norm": (x.clone(), new(tokens, 80)[:, 16:], weight, 1e-6, 0.0),
+        "rotary_embedding": (
+            steps(0, 3) % 16, q, k, 32, echokernels.rope_table(16, 8, device=device), True,
+        ),
+        "reshape_and_cache": (k, v, k_cache, v_cache, steps(-1, 2), None, None),
+        "flash_attn_varlen": (
+            torch.zeros_like(q), lse.clone(), q, k, v, index(0, 2, tokens), index(0, 2, tokens),
+            None, None, tokens, tokens, 0.2, True, -1, -1, 0.0, *off,
+        ),
+        "paged_attention": (
+            torch.zeros_like(q), None, q, k_cache, v_cache, table, steps(9, 1) % 17, None,
+            1, 0.2, True, -1, -1, 0.0, *off, 2, 0, None,
+        ),
+        "merge_attn_states": (torch.zeros_like(q), lse.clone(), q, lse, q.flip(0), lse.flip(1)),
+        "sample": (
+            steps(0, 0), torch.zeros(tokens, device=device), new(tokens, 96)[:, :77], ones * 0.8,
+            steps(0, 3), ones * 0.9, ones * 0.0, steps(1, 1).long(), steps(4, 1),
+        ),
+    }  # fmt: skip
