@@ -6,7 +6,7 @@ wait for a GPU. Checks that read device memory (an op's `debug_check`) run only 
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -64,6 +64,11 @@ def check_range(name: str, value: float, low: float, high: float | None = None) 
     if not (value >= low and (high is None or value <= high)):
         allowed = f"at least {low}" if high is None else f"from {low} to {high}"
         raise ValueError(f"{name} is {value}, must be {allowed}")
+
+
+def check_one_of(name: str, value: object, allowed: Collection[object]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}, must be {', '.join(map(repr, allowed))}")
 
 
 def check_absent(name: str, value: object, when: str) -> None:

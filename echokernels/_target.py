@@ -30,6 +30,16 @@ class Target:
     num_sms: int
     shared_memory: int
 
+    @property
+    def launches_early(self) -> bool:
+        """A kernel can be set up while the one before it still runs (see _pdl.py)."""
+        return not INTERPRETED and self.backend == "cuda" and int(self.arch) >= 90
+
+    @property
+    def casts_to_fp8(self) -> bool:
+        """Kernels can round to float8_e4m3fn."""
+        return INTERPRETED or self.backend == "hip" or int(self.arch) >= 89
+
 
 # One of each family that the kernels are compiled for ahead of time.
 KNOWN_TARGETS = {

@@ -73,3 +73,10 @@ def assert_close(
         f"{have[worst]} instead of {want[worst]}; "
         f"{int((error > limit).sum())} of {error.numel()} are off"
     )
+
+
+def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equality that also holds for NaN, and tells -0 from 0."""
+    assert torch.equal(
+        actual.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8)
+    )

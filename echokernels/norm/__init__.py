@@ -1,1 +1,1 @@
-"""Normalisation ops: RMSNorm, plain and fused with the residual addition."""
+"""Normalisation ops: RMSNorm, plain, after a residual addition, with quantised output."""

@@ -7,6 +7,8 @@ Everything is in fp32: the sum s enters the norm unrounded and is rounded only f
 residual; y is rounded once, after the weight. `weight_offset` is 1 for Gemma, whose checkpoints
 store weight - 1.
 
+Tiles follow from the width alone, so a row's result does not depend on the other rows of a call.
+
 rms_norm mutates `out`; fused_add_rms_norm replaces `x` by y and `residual` by s.
 """
 
@@ -25,8 +27,17 @@ from echokernels._checks import (
 )
 from echokernels._launch import launch
 from echokernels._library import define_op
-from echokernels._tuning import TileConfig, select
+from echokernels._pdl import early_launch, let_next_start, wait_for_previous
+from echokernels._tuning import select
 from echokernels.norm import reference
+from echokernels.norm._row import (
+    is_streamed,
+    load_sum,
+    load_weight,
+    row_pointers,
+    rows_of,
+    tile_of,
+)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -47,65 +58,61 @@ def _rms_norm_kernel(
     eps,
     weight_offset,
     HAS_RESIDUAL: tl.constexpr,
-    ONE_TILE: tl.constexpr,  # width <= BLOCK_N: the row stays in registers
+    TILES: tl.constexpr,  # of a row
+    STREAMED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    token = row // heads
-    head = row % heads
-    x_rows = x_ptr + (token * x_stride_token + head * x_stride_head)[:, None]
-    out_rows = out_ptr + (token * out_stride_token + head * out_stride_head)[:, None]
-    residual_rows = (
-        residual_ptr + (token * residual_stride_token + head * residual_stride_head)[:, None]
-    )
     row_mask = (row < num_rows)[:, None]
+    x_rows = row_pointers(x_ptr, row, heads, x_stride_token, x_stride_head)
+    out_rows = row_pointers(out_ptr, row, heads, out_stride_token, out_stride_head)
+    residual_rows = row_pointers(
+        residual_ptr, row, heads, residual_stride_token, residual_stride_head
+    )
 
-    square_sum = tl.zeros([BLOCK_M], tl.float32)
-    s = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(0, width, BLOCK_N):
-        column = (start + tl.arange(0, BLOCK_N))[None, :]
+    # Streamed rows are read again, from L1, rather than kept: fewer registers, more rows on an SM.
+    KEEP: tl.constexpr = TILES == 1 and not STREAMED
+    FIRST: tl.constexpr = "evict_last" if STREAMED else ""
+    LAST: tl.constexpr = "evict_first" if STREAMED else ""
+    wait_for_previous(PDL)
+    squares = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for tile in tl.static_range(TILES):
+        column = (tile * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
         mask = row_mask & (column < width)
-        s = tl.load(x_rows + column, mask=mask, other=0.0).to(tl.float32)
-        if HAS_RESIDUAL:
-            s += tl.load(residual_rows + column, mask=mask, other=0.0).to(tl.float32)
-        square_sum += tl.sum(s * s, axis=1)
-    inverse_rms = tl.rsqrt(square_sum / width + eps)[:, None]
+        s = load_sum(x_rows + column, residual_rows + column, mask, HAS_RESIDUAL, FIRST)
+        if KEEP:
+            # Before the reduction, so that the weight travels together with the row.
+            weight = load_weight(weight_ptr + column, weight_offset, column < width)
+        squares += s * s
+    let_next_start(PDL)
+    inverse_rms = tl.rsqrt(tl.sum(squares, axis=1) / width + eps)[:, None]
 
-    for start in range(0, width, BLOCK_N):
-        column = (start + tl.arange(0, BLOCK_N))[None, :]
-        column_mask = column < width
-        mask = row_mask & column_mask
-        if not ONE_TILE:
-            # Read again rather than kept: neither x nor residual has been overwritten at this
-            # column yet.
-            s = tl.load(x_rows + column, mask=mask, other=0.0).to(tl.float32)
-            if HAS_RESIDUAL:
-                s += tl.load(residual_rows + column, mask=mask, other=0.0).to(tl.float32)
+    for tile in tl.static_range(TILES):
+        column = (tile * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
+        mask = row_mask & (column < width)
+        if not KEEP:
+            # Neither x nor residual has been overwritten at these columns yet.
+            s = load_sum(x_rows + column, residual_rows + column, mask, HAS_RESIDUAL, LAST)
+            weight = load_weight(weight_ptr + column, weight_offset, column < width)
         if HAS_RESIDUAL:
             tl.store(residual_rows + column, s.to(residual_ptr.dtype.element_ty), mask=mask)
-        weight = tl.load(weight_ptr + column, mask=column_mask, other=0.0).to(tl.float32)
-        y = s * inverse_rms * (weight + weight_offset)
+        y = s * inverse_rms * weight
         tl.store(out_rows + column, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def _config(width: int) -> TileConfig:
-    # 16,384 fp32 values are 64 registers a thread over 8 warps; wider rows are read twice instead.
-    block_n = min(triton.next_power_of_2(width), 16_384)
-    # Narrow rows (QK-norm heads) share a program so that it has at least 1,024 elements to load.
-    block_m = max(1, 1024 // block_n)
-    # 1,024 elements a warp give every thread four 16-byte loads of bf16 in flight.
-    num_warps = min(max(block_m * block_n // 1024, 1), 8)
-    return TileConfig(block_m, block_n, num_warps)
+# Two 16-byte loads of bf16 for each thread.
+WARP_ELEMENTS = 512
 
 
-def _check_rows(name: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
+def check_rows(name: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
     check_shape(name, tensor, *like.shape)
     check_dtype(name, tensor, (like.dtype,))
     check_last_contiguous(name, tensor)
 
 
-def _check_input(x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+def check_input(x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
     check_dim("x", x, 2, 3)
     check_dtype("x", x, FLOATS)
     check_last_contiguous("x", x)
@@ -124,8 +131,8 @@ def _check_rms_norm(
     eps: float,
     weight_offset: float = 0.0,  # noqa: ARG001
 ) -> None:
-    _check_input(x, weight, eps)
-    _check_rows("out", out, x)
+    check_input(x, weight, eps)
+    check_rows("out", out, x)
     check_same_device("x", x, out=out, weight=weight)
 
 
@@ -136,14 +143,9 @@ def _check_fused_add_rms_norm(
     eps: float,
     weight_offset: float = 0.0,  # noqa: ARG001
 ) -> None:
-    _check_input(x, weight, eps)
-    _check_rows("residual", residual, x)
+    check_input(x, weight, eps)
+    check_rows("residual", residual, x)
     check_same_device("x", x, residual=residual, weight=weight)
-
-
-def _rows(x: torch.Tensor) -> tuple[int, int, int]:
-    """(heads, stride of a token, stride of a head): a 2-D tensor has one head."""
-    return (1, x.stride(0), 0) if x.dim() == 2 else (x.shape[1], x.stride(0), x.stride(1))
 
 
 def _launch(
@@ -156,8 +158,8 @@ def _launch(
 ) -> None:
     width = x.shape[-1]
     num_rows = x.numel() // width
-    config = select("rms_norm", width, lambda: _config(width))
-    heads, *x_strides = _rows(x)
+    config = select("rms_norm", width, lambda: tile_of(width, WARP_ELEMENTS))
+    heads, *x_strides = rows_of(x)
     launch(
         _rms_norm_kernel,
         (triton.cdiv(num_rows, config.block_m),),
@@ -168,16 +170,18 @@ def _launch(
         num_rows,
         heads,
         width,
-        *_rows(out)[1:],
+        *rows_of(out)[1:],
         *x_strides,
-        *_rows(x if residual is None else residual)[1:],
+        *rows_of(x if residual is None else residual)[1:],
         eps,
         weight_offset,
         HAS_RESIDUAL=residual is not None,
-        ONE_TILE=width <= config.block_n,
+        TILES=triton.cdiv(width, config.block_n),
+        STREAMED=is_streamed(x),
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         num_warps=config.num_warps,
+        **early_launch(x.device),
     )
 
 

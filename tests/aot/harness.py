@@ -26,6 +26,7 @@ _POINTERS = {
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
+    torch.float8_e4m3fn: "*fp8e4nv",
     torch.int8: "*i8",
     torch.uint8: "*u8",
     torch.int32: "*i32",

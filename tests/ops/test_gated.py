@@ -84,6 +84,13 @@ def test_a10_extreme_inputs_stay_finite(device, op, dtype):
     assert_close(out, oracle(op, x), scale=x[:, :1].abs().clamp(max=1.0))
 
 
+def test_gelu_keeps_its_digits_where_erf_cancels(device):
+    # 1 + erf(-6) has none left in fp32.
+    gate = torch.linspace(-8, 8, 1001, device=device)
+    x = torch.stack([gate, torch.ones_like(gate)], dim=1)
+    assert_close(gelu_and_mul(x), oracle(gelu_and_mul, x), roundings=64, scale=0.0)
+
+
 @EACH_OP
 @pytest.mark.parametrize("width", [1536, 28_672])
 def test_model_widths(device, op, width):

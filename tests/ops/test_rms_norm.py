@@ -1,13 +1,17 @@
 """rms_norm and fused_add_rms_norm against a float64 oracle."""
 
+from contextlib import ExitStack
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import echokernels
+from echokernels._replay import bypass
 from echokernels._target import INTERPRETED
-from echokernels.norm.rms_norm import _config
+from echokernels.norm import _row
 from tests.strategies import (
     dtypes,
     generator,
@@ -24,6 +28,15 @@ from tests.tolerances import assert_close
 WIDTHS = [1, 7, 64, 96, 576, 1030]
 
 
+def streaming(wanted: bool):
+    """Within the context, calls of any size take the path of large ones, if that is wanted."""
+    stack = ExitStack()
+    if wanted:
+        stack.enter_context(mock.patch.object(_row, "STREAMED_BYTES", 0))
+        stack.enter_context(bypass())
+    return stack
+
+
 def oracle(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
     x, weight = x.double().cpu(), weight.double().cpu()
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * (weight + offset)
@@ -36,15 +49,17 @@ def oracle(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> 
     dtype=dtypes,
     pad=st.sampled_from([0, 1, 16]),
     offset=st.sampled_from([0.0, 1.0]),
+    large=st.booleans(),
     seed=seeds,
 )
-def test_rms_norm(device, tokens, heads, width, dtype, pad, offset, seed):
+def test_rms_norm(device, tokens, heads, width, dtype, pad, offset, large, seed):
     gen = generator(seed)
     shape = (tokens, width) if heads is None else (tokens, heads, width)
     x = strided_randn(*shape, dtype=dtype, device=device, gen=gen, pad=pad)
     weight = randn(width, dtype=dtype, device=device, gen=gen)
     out = poisoned(*shape, dtype=dtype, device=device)
-    torch.ops.echo.rms_norm(out, x, weight, 1e-6, offset)
+    with streaming(large):
+        torch.ops.echo.rms_norm(out, x, weight, 1e-6, offset)
     assert_close(out, oracle(x, weight, 1e-6, offset))
 
 
@@ -54,15 +69,17 @@ def test_rms_norm(device, tokens, heads, width, dtype, pad, offset, seed):
     dtype=dtypes,
     pad=st.sampled_from([0, 1, 16]),
     offset=st.sampled_from([0.0, 1.0]),
+    large=st.booleans(),
     seed=seeds,
 )
-def test_fused_add_rms_norm(device, tokens, width, dtype, pad, offset, seed):
+def test_fused_add_rms_norm(device, tokens, width, dtype, pad, offset, large, seed):
     gen = generator(seed)
     x = strided_randn(tokens, width, dtype=dtype, device=device, gen=gen, pad=pad)
     residual = strided_randn(tokens, width, dtype=dtype, device=device, gen=gen, pad=pad)
     weight = randn(width, dtype=dtype, device=device, gen=gen)
     total = x.double() + residual.double()
-    echokernels.fused_add_rms_norm(x, residual, weight, 1e-6, offset)
+    with streaming(large):
+        echokernels.fused_add_rms_norm(x, residual, weight, 1e-6, offset)
     assert_close(x, oracle(total, weight, 1e-6, offset))
     assert_close(residual, total, scale=0.0)
     if pad and tokens:
@@ -112,12 +129,51 @@ def test_a22_more_rows_than_a_grid_dimension(cuda, tokens):
     assert torch.equal(echokernels.rms_norm(x, weight), torch.cat(halves))
 
 
+@pytest.mark.parametrize("width", [96, 4096])
+def test_streaming_changes_no_bit(device, width):
+    gen = generator(width)
+    x, residual, weight = (
+        randn(*shape, dtype=torch.bfloat16, device=device, gen=gen)
+        for shape in ((5, width), (5, width), (width,))
+    )
+    results = []
+    for wanted in (False, True):
+        with streaming(wanted):
+            results.append(echokernels.fused_add_rms_norm(x.clone(), residual.clone(), weight))
+            results.append((echokernels.rms_norm(x, weight), None))
+    assert torch.equal(results[0][0], results[2][0])
+    assert torch.equal(results[0][1], results[2][1])
+    assert torch.equal(results[1][0], results[3][0])
+
+
 @pytest.mark.gpu
 def test_a01_more_than_2_31_elements(cuda):
     x = torch.randn(2**31 // 4096 + 2, 4096, dtype=torch.bfloat16, device=cuda)
     weight = torch.randn(4096, dtype=torch.bfloat16, device=cuda)
     out = echokernels.rms_norm(x, weight, out=x.clone())
     assert torch.equal(out[-2:], echokernels.rms_norm(x[-2:].clone(), weight))
+
+
+@pytest.mark.gpu
+def test_a_chain_of_early_launches_waits_for_its_inputs(cuda):
+    # 64 kernels of a few microseconds: each is set up while the one before it, which writes its
+    # inputs, is under way.
+    gen = generator(0)
+    start = [randn(200, 4096, dtype=torch.bfloat16, device=cuda, gen=gen) for _ in range(2)]
+    weights = [randn(4096, dtype=torch.bfloat16, device=cuda, gen=gen) for _ in range(64)]
+    want = [tensor.clone() for tensor in start]
+    for weight in weights:
+        echokernels.fused_add_rms_norm(*want, weight)
+        torch.cuda.synchronize()
+    got = [tensor.clone() for tensor in start]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for weight in weights:
+            echokernels.fused_add_rms_norm(*got, weight)
+    for tensor, value in zip(got, start, strict=True):
+        tensor.copy_(value)
+    graph.replay()
+    assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
 
 
 def test_in_place(device):
@@ -151,9 +207,18 @@ def test_bad_arguments(device):
         assert message in str(caught.value)
 
 
-def test_config_covers_the_row_or_loops():
+def test_tiles_cover_the_row_or_loop():
     for width in (1, 64, 576, 4096, 16_384):
-        config = _config(width)
-        assert config.block_n >= width
-        assert config.block_m * config.block_n >= 1024
-    assert _config(65_536).block_n == 16_384
+        tile = _row.tile_of(width, 512)
+        assert tile.block_n >= width
+        assert tile.block_m * tile.block_n >= 2048
+    assert _row.tile_of(65_536, 512).block_n == 16_384
+
+
+@pytest.mark.parametrize(
+    ("width", "rows", "warps"),
+    [(1, 2048, 4), (128, 16, 4), (2048, 1, 4), (4096, 1, 8), (5120, 1, 8), (8192, 1, 16)],
+)
+def test_warps_follow_the_width(width, rows, warps):
+    tile = _row.tile_of(width, 512)
+    assert (tile.block_m, tile.num_warps) == (rows, warps)

@@ -1,0 +1,1 @@
+"""Quantisation of rows: what the ops with quantised outputs share."""

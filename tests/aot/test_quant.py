@@ -1,0 +1,50 @@
+"""The ops with quantised output compile for every target that has a cast to their codes."""
+
+import pytest
+import torch
+
+from tests.aot.harness import TARGETS, compile_op, local_memory, meta
+
+CODES = [
+    (code, target)
+    for code in (torch.int8, torch.float8_e4m3fn)
+    for target in TARGETS
+    if code == torch.int8 or target != "sm_80"
+]
+
+
+def codes_and_scale(tokens, width, code):
+    return meta(tokens, width, dtype=code), meta(tokens, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(("code", "target"), CODES)
+@pytest.mark.parametrize("width", [64, 4096, 20_480])  # several rows a program, one row, looped
+def test_rms_norm_quant(code, target, width):
+    x = meta(5, width)
+    compile_op("rms_norm_quant", target, *codes_and_scale(5, width, code), x, x, meta(width), 1e-6)
+
+
+@pytest.mark.parametrize(("code", "target"), CODES)
+@pytest.mark.parametrize("width", [7, 14_336, 65_536])  # not a vector, one tile a row, looped
+def test_silu_and_mul_quant(code, target, width):
+    compile_op("silu_and_mul_quant", target, *codes_and_scale(5, width, code), meta(5, 2 * width))
+
+
+@pytest.mark.parametrize("code", [torch.int8, torch.float8_e4m3fn])
+def test_rows_stay_in_registers(code):
+    outputs = codes_and_scale(5, 8192, code)
+    x = meta(5, 8192)
+    (norm,) = compile_op("rms_norm_quant", "sm_90", *outputs, x, x, meta(8192), 1e-6)
+    (swiglu,) = compile_op(
+        "silu_and_mul_quant", "sm_90", *codes_and_scale(5, 14_336, code), meta(5, 28_672)
+    )
+    assert local_memory(norm) == local_memory(swiglu) == 0
+
+
+@pytest.mark.parametrize("op", ["rms_norm_quant", "silu_and_mul_quant"])
+def test_fp8_is_refused_where_there_is_no_cast(op):
+    outputs = codes_and_scale(5, 64, torch.float8_e4m3fn)
+    x = meta(5, 64)
+    inputs = (x, None, meta(64), 1e-6) if op == "rms_norm_quant" else (meta(5, 128),)
+    with pytest.raises(ValueError, match=r"out\.dtype is float8_e4m3fn, must be int8 on sm_80"):
+        compile_op(op, "sm_80", *outputs, *inputs)
