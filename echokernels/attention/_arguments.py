@@ -78,6 +78,47 @@ def check_pages(
     check_same_device("q", q, block_table=block_table, seqused_k=seqused_k)
 
 
+def check_page_write(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    source: tuple[str, torch.Tensor],
+    rows: tuple[int, int, int, int],
+) -> None:
+    """What receives `rows`, (tokens, kv_heads, head_dim, v_head_dim), of a named tensor."""
+    name, tensor = source
+    tokens, kv_heads, head_dim, v_head_dim = rows
+    check_shape("k_cache", k_cache, None, None, kv_heads, head_dim)
+    num_pages, page_size = k_cache.shape[:2]
+    check_shape("v_cache", v_cache, num_pages, page_size, kv_heads, v_head_dim)
+    if page_size == 0:
+        raise ValueError(
+            f"k_cache.shape is {tuple(k_cache.shape)}, must have a page size of at least 1"
+        )
+    for cache_name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        check_dtype(cache_name, cache, (tensor.dtype,))
+        check_last_contiguous(cache_name, cache)
+    check_lengths("slot_mapping", slot_mapping, tokens)
+    check_same_device(name, tensor, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping)
+
+
+def check_rotary(positions: torch.Tensor, cos_sin_cache: torch.Tensor, head_dim: int) -> None:
+    """positions: [tokens]; cos_sin_cache: [max_position, rotary_dim]."""
+    check_dim("positions", positions, 1)
+    check_dtype("positions", positions, INDEX)
+    check_last_contiguous("positions", positions)
+    check_dim("cos_sin_cache", cos_sin_cache, 2)
+    # A table in the model's dtype would throw away the precision that the angles were made with.
+    check_dtype("cos_sin_cache", cos_sin_cache, (torch.float32,))
+    check_last_contiguous("cos_sin_cache", cos_sin_cache)
+    rotary_dim = cos_sin_cache.shape[1]
+    if rotary_dim % 2 or not 2 <= rotary_dim <= head_dim:
+        raise ValueError(
+            f"cos_sin_cache.shape is {tuple(cos_sin_cache.shape)}, must be (max_position, "
+            f"rotary_dim) with an even rotary_dim from 2 to head_dim = {head_dim}"
+        )
+
+
 def check_lengths(name: str, lengths: torch.Tensor, count: int) -> None:
     """A contiguous vector of `count` indices."""
     check_shape(name, lengths, count)
@@ -121,6 +162,12 @@ def check_page_ids(
     check_indices("seqused_k", seqused_k, 0, columns * page_size + 1)
     first_key = torch.arange(columns, device=block_table.device) * page_size
     check_indices("block_table", block_table[first_key < seqused_k[:, None]], 0, num_pages)
+
+
+def check_slots(k_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Reads them: none may lie beyond the cache; any below 0 is padding. For a `debug_check`."""
+    num_slots = k_cache.shape[0] * k_cache.shape[1]
+    check_indices("slot_mapping", slot_mapping, torch.iinfo(slot_mapping.dtype).min, num_slots)
 
 
 def check_offsets(name: str, cu_seqlens: torch.Tensor, num_rows: int, longest: int) -> None:

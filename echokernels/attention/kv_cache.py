@@ -15,34 +15,30 @@ import triton.language as tl
 
 from echokernels._checks import (
     FLOATS,
-    INDEX,
     check_absent,
     check_dim,
     check_dtype,
-    check_indices,
     check_last_contiguous,
     check_same_device,
     check_shape,
 )
 from echokernels._launch import launch
 from echokernels._library import define_op
+from echokernels._pdl import early_launch, let_next_start, wait_for_previous
 from echokernels._tuning import TileConfig, select
 from echokernels.attention import reference
+from echokernels.attention._arguments import check_page_write, check_slots
 
 
 # slot_mapping may be a slice at any offset of a larger buffer, so its alignment varies at run time.
 @triton.jit(do_not_specialize=["slot_mapping_ptr"])
 def _reshape_and_cache_kernel(
-    key_ptr,  # [tokens, kv_heads, head_dim]
-    value_ptr,  # [tokens, kv_heads, v_head_dim]
-    k_cache_ptr,  # [num_pages, page_size, kv_heads, head_dim]
-    v_cache_ptr,  # [num_pages, page_size, kv_heads, v_head_dim]
+    key_ptr,  # [tokens, KV_HEADS, HEAD_DIM]
+    value_ptr,  # [tokens, KV_HEADS, V_HEAD_DIM]
+    k_cache_ptr,  # [num_pages, PAGE_SIZE, KV_HEADS, HEAD_DIM]
+    v_cache_ptr,  # [num_pages, PAGE_SIZE, KV_HEADS, V_HEAD_DIM]
     slot_mapping_ptr,  # int[tokens]
     num_slots,
-    page_size,
-    kv_heads,
-    head_dim,
-    v_head_dim,
     key_stride_token,
     key_stride_head,
     value_stride_token,
@@ -53,29 +49,36 @@ def _reshape_and_cache_kernel(
     v_cache_stride_page,
     v_cache_stride_slot,
     v_cache_stride_head,
+    PAGE_SIZE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
+    HEAD_TILES: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    head_tiles = tl.cdiv(kv_heads, BLOCK_H)
-    token = (tl.program_id(0) // head_tiles).to(tl.int64)
-    head = ((tl.program_id(0) % head_tiles) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]
+    token = (tl.program_id(0) // HEAD_TILES).to(tl.int64)
+    head = ((tl.program_id(0) % HEAD_TILES) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]
     column = tl.arange(0, BLOCK_D)[None, :]
-    k_mask = (head < kv_heads) & (column < head_dim)
-    v_mask = (head < kv_heads) & (column < v_head_dim)
-    # The loads need not wait for the slot, which only the stores depend on.
-    k = tl.load(key_ptr + token * key_stride_token + head * key_stride_head + column, mask=k_mask)
-    v = tl.load(
-        value_ptr + token * value_stride_token + head * value_stride_head + column, mask=v_mask
-    )
+    k_mask = (head < KV_HEADS) & (column < HEAD_DIM)
+    v_mask = (head < KV_HEADS) & (column < V_HEAD_DIM)
+    k_ptr = key_ptr + token * key_stride_token + head * key_stride_head + column
+    v_ptr = value_ptr + token * value_stride_token + head * value_stride_head + column
 
+    wait_for_previous(PDL)
     slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
-    is_stored = (slot >= 0) & (slot < num_slots)
-    page = slot // page_size
-    offset = slot % page_size
-    k_slot_ptr = k_cache_ptr + page * k_cache_stride_page + offset * k_cache_stride_slot
-    v_slot_ptr = v_cache_ptr + page * v_cache_stride_page + offset * v_cache_stride_slot
-    tl.store(k_slot_ptr + head * k_cache_stride_head + column, k, mask=k_mask & is_stored)
-    tl.store(v_slot_ptr + head * v_cache_stride_head + column, v, mask=v_mask & is_stored)
+    # On their way before the first instruction that waits for the slot.
+    k = tl.load(k_ptr, mask=k_mask)
+    v = tl.load(v_ptr, mask=v_mask)
+    let_next_start(PDL)
+
+    if (slot >= 0) & (slot < num_slots):
+        page, offset = slot // PAGE_SIZE, slot % PAGE_SIZE
+        k_slot_ptr = k_cache_ptr + page * k_cache_stride_page + offset * k_cache_stride_slot
+        v_slot_ptr = v_cache_ptr + page * v_cache_stride_page + offset * v_cache_stride_slot
+        tl.store(k_slot_ptr + head * k_cache_stride_head + column, k, mask=k_mask)
+        tl.store(v_slot_ptr + head * v_cache_stride_head + column, v, mask=v_mask)
 
 
 def _config(kv_heads: int, head_dim: int) -> TileConfig:
@@ -101,23 +104,12 @@ def _check(
     check_dtype("key", key, FLOATS)
     tokens, kv_heads, head_dim = key.shape
     check_shape("value", value, tokens, kv_heads, None)
-    check_shape("k_cache", k_cache, None, None, kv_heads, head_dim)
-    num_pages, page_size = k_cache.shape[:2]
-    check_shape("v_cache", v_cache, num_pages, page_size, kv_heads, value.shape[2])
-    if page_size == 0:
-        raise ValueError(
-            f"k_cache.shape is {tuple(k_cache.shape)}, must have a page size of at least 1"
-        )
-    for name, tensor in (("value", value), ("k_cache", k_cache), ("v_cache", v_cache)):
-        check_dtype(name, tensor, (key.dtype,))
-        check_last_contiguous(name, tensor)
+    check_dtype("value", value, (key.dtype,))
     check_last_contiguous("key", key)
-    check_shape("slot_mapping", slot_mapping, tokens)
-    check_dtype("slot_mapping", slot_mapping, INDEX)
-    check_last_contiguous("slot_mapping", slot_mapping)
-    check_same_device(
-        "key", key, value=value, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping
-    )
+    check_last_contiguous("value", value)
+    check_same_device("key", key, value=value)
+    rows = (tokens, kv_heads, head_dim, value.shape[2])
+    check_page_write(k_cache, v_cache, slot_mapping, ("key", key), rows)
 
 
 def _debug_check(
@@ -128,8 +120,7 @@ def _debug_check(
     slot_mapping: torch.Tensor,
     *_scales: torch.Tensor | None,
 ) -> None:
-    num_slots = k_cache.shape[0] * k_cache.shape[1]
-    check_indices("slot_mapping", slot_mapping, torch.iinfo(slot_mapping.dtype).min, num_slots)
+    check_slots(k_cache, slot_mapping)
 
 
 def _launch(
@@ -143,29 +134,31 @@ def _launch(
 ) -> None:
     num_pages, page_size, kv_heads, head_dim = k_cache.shape
     v_head_dim = v_cache.shape[3]
-    num_slots = num_pages * page_size
     width = max(head_dim, v_head_dim)
     config = select("reshape_and_cache", (kv_heads, width), lambda: _config(kv_heads, width))
+    head_tiles = triton.cdiv(kv_heads, config.block_m)
     launch(
         _reshape_and_cache_kernel,
-        (slot_mapping.shape[0] * triton.cdiv(kv_heads, config.block_m),),
+        (slot_mapping.shape[0] * head_tiles,),
         key,
         value,
         k_cache,
         v_cache,
         slot_mapping,
-        num_slots,
-        page_size,
-        kv_heads,
-        head_dim,
-        v_head_dim,
+        num_pages * page_size,
         *key.stride()[:2],
         *value.stride()[:2],
         *k_cache.stride()[:3],
         *v_cache.stride()[:3],
+        PAGE_SIZE=page_size,
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        V_HEAD_DIM=v_head_dim,
+        HEAD_TILES=head_tiles,
         BLOCK_H=config.block_m,
         BLOCK_D=config.block_n,
         num_warps=config.num_warps,
+        **early_launch(key.device),
     )
 
 

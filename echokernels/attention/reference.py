@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import torch
 
-from echokernels._reference import accumulable
+from echokernels._reference import accumulable, linear
 
 
 def flash_attn_varlen(
@@ -156,6 +156,66 @@ def rotary_embedding(
         rotated_y = torch.where(in_table, y * cos + x * sin, y)
         first.copy_(rotated_x)
         second.copy_(rotated_y)
+
+
+def fused_qk_norm_rope_cache(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    is_neox: bool,
+    k_cache: torch.Tensor | None,
+    v_cache: torch.Tensor | None,
+    slot_mapping: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+) -> None:
+    q, k, v = _split_heads(qkv, head_dim).split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    in_table = ((positions >= 0) & (positions < cos_sin_cache.shape[0]))[:, None, None]
+    for heads, weight in ((q, q_weight), (k, k_weight)):
+        new = accumulable(heads)
+        if weight is not None:
+            new = torch.nn.functional.rms_norm(new, (head_dim,), weight.to(new.dtype), eps)
+        rotary_embedding(positions, new, None, head_dim, cos_sin_cache, is_neox)
+        heads.copy_(torch.where(in_table, new.to(heads.dtype), heads))
+    if k_cache is not None and v_cache is not None and slot_mapping is not None:
+        reshape_and_cache(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+
+
+def fused_qkv_rope(
+    qkv: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    is_neox: bool,
+    k_cache: torch.Tensor | None,
+    v_cache: torch.Tensor | None,
+    slot_mapping: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+) -> None:
+    exact = linear(x, weight, bias)
+    fused_qk_norm_rope_cache(
+        exact, positions, cos_sin_cache, q_weight, k_weight, eps, num_heads, num_kv_heads,
+        head_dim, is_neox, None, None, None, None, None,
+    )  # fmt: skip
+    qkv.copy_(exact)
+    if k_cache is not None and v_cache is not None and slot_mapping is not None:
+        _, k, v = _split_heads(qkv, head_dim).split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+        reshape_and_cache(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
 
 
 def _gather(pages: torch.Tensor, table: torch.Tensor, num_keys: int) -> torch.Tensor:

@@ -65,3 +65,19 @@ def make_cache(
         keys,
         values,
     )
+
+
+def empty_cache(
+    shape: tuple[int, int, int, int],  # num_pages, page_size, kv_heads, head_dim
+    head_major: bool,
+    pad: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A cache whose elements and surroundings are NaN, and the buffer that it is a view of."""
+    num_pages, page_size, kv_heads, head_dim = shape
+    inner = (kv_heads, page_size) if head_major else (page_size, kv_heads)
+    # One page before and one after are guards; so are `pad` columns behind every head.
+    buffer = poisoned(num_pages + 2, *inner, head_dim + pad, dtype=dtype, device=device)
+    cache = buffer[1:-1, ..., :head_dim]
+    return (cache.transpose(1, 2) if head_major else cache), buffer

@@ -5,10 +5,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echokernels import _checks
 from echokernels._library import OPS
 from echokernels.attention.kv_cache import _config, reshape_and_cache
-from tests.strategies import dtypes, generator, poisoned, randn, seeds, token_counts
+from tests.ops.paged_cache import empty_cache
+from tests.strategies import dtypes, generator, randn, seeds, token_counts
+from tests.tolerances import assert_same_bits
 
 SENTINEL = 77.0
 
@@ -20,22 +21,6 @@ def oracle(cache: torch.Tensor, new: torch.Tensor, slots: list[int]) -> torch.Te
         if 0 <= slot < num_pages * page_size:
             cache[slot // page_size, slot % page_size] = new[token]
     return cache
-
-
-def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    assert torch.equal(
-        actual.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8)
-    )
-
-
-def make_cache(shape, head_major, pad, dtype, device):
-    """A cache whose elements and surroundings are NaN, and the buffer that it is a view of."""
-    num_pages, page_size, kv_heads, head_dim = shape
-    inner = (kv_heads, page_size) if head_major else (page_size, kv_heads)
-    # One page before and one after are guards; so are `pad` columns behind every head.
-    buffer = poisoned(num_pages + 2, *inner, head_dim + pad, dtype=dtype, device=device)
-    cache = buffer[1:-1, ..., :head_dim]
-    return (cache.transpose(1, 2) if head_major else cache), buffer
 
 
 @given(
@@ -63,7 +48,7 @@ def test_a05_a07_a23_reshape_and_cache(
     caches, buffers, wants = [], [], []
     for new in (key, value):
         shape = (num_pages, page_size, kv_heads, new.shape[2])
-        cache, buffer = make_cache(shape, head_major, pad, dtype, device)
+        cache, buffer = empty_cache(shape, head_major, pad, dtype, device)
         caches.append(cache)
         buffers.append(buffer)
         wants.append(oracle(cache, new, slots.tolist()))
@@ -111,8 +96,8 @@ def test_one_of_the_tokens_that_share_a_slot_remains(device):
     assert (cache == SENTINEL).all()
 
 
-def test_debug_refuses_slots_beyond_the_cache_only(device, monkeypatch):
-    monkeypatch.setattr(_checks, "DEBUG", True)
+@pytest.mark.usefixtures("debug_checks")
+def test_debug_refuses_slots_beyond_the_cache_only(device):
     cache = torch.zeros(2, 4, 1, 8, device=device)
     key = torch.randn(2, 1, 8, device=device)
     reshape_and_cache(key, key, cache, cache.clone(), torch.tensor([-1, 7], device=device))

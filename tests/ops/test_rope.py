@@ -1,41 +1,20 @@
-"""rotary_embedding against a float64 oracle: pairs as complex numbers, turned by exact angles."""
+"""rotary_embedding against a float64 oracle."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echokernels import _checks
 from echokernels._library import OPS
 from echokernels.attention import reference
+from echokernels.attention._rotary import heads_of
 from echokernels.attention.rope import _config, rotary_embedding
 from echokernels.attention.rope_table import rope_table
+from tests.ops.rope_oracle import THETA, oracle
 from tests.strategies import dtypes, generator, poisoned, randn, seeds, token_counts
-from tests.tolerances import assert_close
+from tests.tolerances import assert_close, assert_same_bits
 
-THETA = 10_000.0
 MAX_POSITION = 4096
-
-
-def oracle(
-    x: torch.Tensor, positions: torch.Tensor, rotary_dim: int, is_neox: bool
-) -> torch.Tensor:
-    """x: [tokens, heads, head_dim]."""
-    out = x.double().cpu().clone()
-    rotary = out[..., :rotary_dim].unflatten(-1, (2, -1) if is_neox else (-1, 2))
-    pair_dim = -2 if is_neox else -1
-    first, second = rotary.unbind(pair_dim)
-    inv_freq = THETA ** (-torch.arange(0, rotary_dim, 2).double() / rotary_dim)
-    angle = positions.cpu().double()[:, None, None] * inv_freq
-    turned = torch.complex(first, second) * torch.exp(1j * angle)
-    out[..., :rotary_dim] = torch.stack([turned.real, turned.imag], pair_dim).flatten(-2)
-    return out
-
-
-def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    assert torch.equal(
-        actual.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8)
-    )
 
 
 @given(
@@ -123,8 +102,8 @@ def test_positions_outside_the_table_leave_the_row_alone(device, index):
 
 
 @pytest.mark.parametrize("position", [8, -1])
-def test_debug_refuses_positions_outside_the_table(device, monkeypatch, position):
-    monkeypatch.setattr(_checks, "DEBUG", True)
+@pytest.mark.usefixtures("debug_checks")
+def test_debug_refuses_positions_outside_the_table(device, position):
     positions = torch.tensor([3, position], device=device)
     with pytest.raises(ValueError, match=r"positions holds .*, must lie in \[0, 8\)"):
         rotary_embedding(
@@ -298,7 +277,19 @@ def test_a20_mixed_devices_are_refused():
 
 
 def test_config_covers_all_pairs_and_bounds_the_tile():
-    for max_heads, half in [(1, 1), (9, 3), (32, 64), (128, 128), (3, 4096)]:
-        config = _config(max_heads, half)
+    for half in (1, 3, 64, 128, 4096):
+        config = _config(half)
         assert config.block_n >= half
-        assert config.block_m == 1 or config.block_m * config.block_n <= 1024
+        assert config.block_m == 1 or config.block_m * config.block_n <= 512
+
+
+@pytest.mark.parametrize(
+    ("number", "half"), [(32, 64), (8, 64), (9, 3), (1, 64), (0, 8), (40, 300)]
+)
+def test_tiles_hold_all_heads_and_no_more_than_needed(number, half):
+    for programs in (1, 2, 4):
+        heads = heads_of(_config(half), programs, number, 2 * half + 6, half, True, has_rest=True)
+        share = programs * heads.block_h
+        assert heads.tiles * share >= number > (heads.tiles - 1) * share
+        assert heads.block_half >= half
+        assert heads.block_rest >= 6

@@ -1,0 +1,63 @@
+"""QK-norm, RoPE and page write in one kernel: compiles for every target."""
+
+import pytest
+import torch
+
+from tests.aot.harness import TARGETS, compile_op, local_memory, meta
+
+PAIRINGS = pytest.mark.parametrize("is_neox", [True, False])
+
+
+def compile_fused(
+    target,
+    is_neox=True,
+    dims=(128, 128),
+    heads=(32, 8),
+    dtype=torch.bfloat16,
+    index=torch.int64,
+    norms="qk",
+    has_caches=True,
+):
+    (head_dim, rotary_dim), (num_heads, num_kv_heads) = dims, heads
+    qkv = meta(5, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
+    weights = [meta(head_dim, dtype=dtype) if name in norms else None for name in "qk"]
+    table = meta(4096, rotary_dim, dtype=torch.float32)
+    cache = meta(64, 16, num_kv_heads, head_dim, dtype=dtype)
+    pages = (cache, cache, meta(5, dtype=index)) if has_caches else (None, None, None)
+    return compile_op(
+        "fused_qk_norm_rope_cache", target, qkv, meta(5, dtype=index), table, *weights, 1e-6,
+        num_heads, num_kv_heads, head_dim, is_neox, *pages, None, None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@PAIRINGS
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (80, 32), (256, 64), (7, 6)])
+def test_fused_qk_norm_rope_cache(target, is_neox, dims):
+    compile_fused(target, is_neox, dims)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_dtypes(target, dtype, index):
+    compile_fused(target, dtype=dtype, index=index)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("norms", ["qk", "q", ""])
+@pytest.mark.parametrize("has_caches", [True, False])
+def test_parts(target, norms, has_caches):
+    compile_fused(target, norms=norms, has_caches=has_caches)
+
+
+@PAIRINGS
+@pytest.mark.parametrize("heads", [(32, 8), (16, 8), (64, 8), (8, 1), (40, 40)])
+def test_no_thread_asks_another(is_neox, heads):
+    """All loads and stores are 16 bytes wide, and table, weights and heads are in one layout."""
+    (kernel,) = compile_fused("sm_90", is_neox, heads=heads)
+    ptx = kernel.asm["ptx"]
+    assert ptx.count("ld.global") == ptx.count("ld.global.v4.b32") + 2  # the position, the slot
+    assert ptx.count("st.global") == ptx.count("st.global.v4.b32")
+    assert kernel.metadata.shared == 0
+    assert local_memory(kernel) == 0
