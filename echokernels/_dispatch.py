@@ -9,11 +9,12 @@ the rest. For `silu_and_mul(Tensor(a!) out, Tensor x)` it is
         _key = (out.shape, out.stride(), out.dtype, out.get_device(),
                 x.shape, x.stride(), x.dtype, x.get_device(),
                 (_p0 | _p1) & 15 and (_p0 & 15, _p1 & 15))
-        _replay = _replays.get(_key)
-        if _replay is None or _is_bypassed() or (_is_grad_enabled() and (
+        _launch_again = _replays.get(_key)
+        _bypassed = ...
+        if _launch_again is None or _bypassed or (_is_grad_enabled() and (
                 out.requires_grad or x.requires_grad)):
-            return _slow(_key, out, x)
-        _replay(_p0, _p1)
+            return _slow(None if _bypassed else _key, out, x)
+        _launch_again(_p0, _p1)
 
 so that Triton's specialisation on pointers that are multiples of 16 bytes is in the key too.
 """
@@ -26,14 +27,15 @@ import torch
 from echokernels import _replay
 from echokernels._launch import record
 
-_TEMPLATE = """
-def call({parameters}):
-    {pointers}
-    _key = ({metadata}, ({any_pointer}) & 15 and ({offsets},))
-    _replay = _replays.get(_key)
-    if _replay is None or _is_bypassed() or (_is_grad_enabled() and ({requires_grad})):
-        return _slow(_key, {arguments})
-    _replay({pointer_names})
+_TEMPLATE = f"""
+def call({{parameters}}):
+    {{pointers}}
+    _key = ({{metadata}}, ({{any_pointer}}) & 15 and ({{offsets}},))
+    _launch_again = _replays.get(_key)
+    _bypassed = {_replay.IS_BYPASSED}
+    if _launch_again is None or _bypassed or (_is_grad_enabled() and ({{requires_grad}})):
+        return _slow(None if _bypassed else _key, {{arguments}})
+    _launch_again({{pointer_names}})
 """
 
 
@@ -48,8 +50,8 @@ def cached_call(schema: str, run: Callable[..., None]) -> Callable[..., None]:
                  for a in arguments]  # fmt: skip
     replays = _replay.new_cache()
 
-    def slow(key: Hashable, *args: Any) -> None:
-        if _replay.is_bypassed():
+    def slow(key: Hashable | None, *args: Any) -> None:
+        if key is None:
             run(*args)
         else:
             args = _distinct(args)
@@ -61,8 +63,8 @@ def cached_call(schema: str, run: Callable[..., None]) -> Callable[..., None]:
     names: dict[str, Any] = {
         "_replays": replays,
         "_slow": slow,
-        "_is_bypassed": _replay.is_bypassed,
         "_is_grad_enabled": torch.is_grad_enabled,
+        **_replay.BYPASS_NAMES,
     }
     exec(_source(arguments, is_tensor), names)
     return names["call"]

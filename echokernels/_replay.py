@@ -26,7 +26,11 @@ Replay = Callable[..., None]
 _MOST_REPLAYS = 2048
 
 _knobs = triton.knobs.runtime
-_enter_hooks, _exit_hooks = _knobs.launch_enter_hook, _knobs.launch_exit_hook
+_enter, _exit = _knobs.launch_enter_hook, _knobs.launch_exit_hook
+
+
+# Its arguments differ between versions of Triton: only where a GPU has tested them.
+_calls_c_launcher = triton.__version__.startswith("3.6.") and not torch.version.hip
 
 
 class _Bypass:
@@ -35,6 +39,13 @@ class _Bypass:
     count = 0
     lock = threading.Lock()
 
+
+IS_BYPASSED = (
+    "(_bypass.count or _knobs.launch_enter_hook is not _enter or _enter.calls "
+    "or _knobs.launch_exit_hook is not _exit or _exit.calls)"
+)
+"""An expression over `BYPASS_NAMES`, to be inlined: calling a function would cost as much again."""
+BYPASS_NAMES = {"_bypass": _Bypass, "_knobs": _knobs, "_enter": _enter, "_exit": _exit}
 
 _caches: list[dict[Hashable, Replay]] = []
 
@@ -61,15 +72,6 @@ def new_cache() -> dict[Hashable, Replay]:
     cache: dict[Hashable, Replay] = {}
     _caches.append(cache)
     return cache
-
-
-def is_bypassed() -> bool:
-    return (
-        _Bypass.count > 0
-        or _knobs.launch_enter_hook is not _enter_hooks
-        or _knobs.launch_exit_hook is not _exit_hooks
-        or bool(_enter_hooks.calls or _exit_hooks.calls)
-    )
 
 
 def remember(
@@ -136,8 +138,18 @@ def _step(launch: Launch, sources: Sequence[torch.Tensor | None]) -> tuple[Any, 
         else:
             continue
         template[index] = None
-    return (compiled.run, (*grid, 1, 1)[:3], compiled.function, compiled.packed_metadata,
-            template, slots)  # fmt: skip
+    return (*_entry(compiled), (*grid, 1, 1)[:3], template, slots)
+
+
+def _entry(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    """What launches a compiled kernel, and what it takes between the stream and the values."""
+    run = compiled.run
+    if _calls_c_launcher and not (run.global_scratch_size or run.profile_scratch_size):
+        # `run` is Python and adds 1.5 us on an H200's host to what it calls.
+        flags = (run.launch_cooperative_grid, run.launch_pdl)
+        hooks_and_scratch = (None, None, compiled.packed_metadata, None, None, None)
+        return run.launch, (compiled.function, *flags, *hooks_and_scratch)
+    return run, (compiled.function, compiled.packed_metadata, None, None, None)
 
 
 def _without_base(descriptor: Any) -> Any:
@@ -169,7 +181,7 @@ def _launch_nothing(*_: int) -> None:
 
 
 def _launch_one(steps: list[tuple[Any, ...]], device: int) -> Replay:
-    ((run, grid, function, metadata, template, slots),) = steps
+    ((run, head, grid, template, slots),) = steps
     if any(slot.offset or slot.descriptor is not None for slot in slots):
         return _launch_all(steps, device)
     places = [(slot.place, slot.source) for slot in slots]
@@ -179,7 +191,7 @@ def _launch_one(steps: list[tuple[Any, ...]], device: int) -> Replay:
         values = template.copy()
         for index, source in places:
             values[index] = pointers[source]
-        run(*grid, current_stream(device), function, metadata, None, None, None, *values)
+        run(*grid, current_stream(device), *head, *values)
 
     return replay
 
@@ -187,7 +199,7 @@ def _launch_one(steps: list[tuple[Any, ...]], device: int) -> Replay:
 def _launch_all(steps: list[tuple[Any, ...]], device: int) -> Replay:
     def replay(*pointers: int) -> None:
         stream = torch._C._cuda_getCurrentRawStream(device)
-        for run, grid, function, metadata, template, slots in steps:
+        for run, head, grid, template, slots in steps:
             values = template.copy()
             for index, source, offset, descriptor in slots:
                 pointer = pointers[source] + offset
@@ -196,7 +208,7 @@ def _launch_all(steps: list[tuple[Any, ...]], device: int) -> Replay:
                 else:
                     values[index] = based = copy.copy(descriptor)
                     based.base = _Base(pointer)
-            run(*grid, stream, function, metadata, None, None, None, *values)
+            run(*grid, stream, *head, *values)
 
     return replay
 

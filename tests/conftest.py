@@ -6,11 +6,14 @@ GPU (`-m gpu`).
 """
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from echokernels import _checks, _replay
 
 settings.register_profile(
     "ci",
@@ -38,6 +41,14 @@ def cuda() -> torch.device:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     return torch.device("cuda")
+
+
+@pytest.fixture
+def debug_checks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As under ECHOKERNELS_DEBUG=1, which is read when the ops are registered."""
+    monkeypatch.setattr(_checks, "DEBUG", True)
+    with _replay.bypass():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echokernels import _checks, flash_attn_varlen
+from echokernels import flash_attn_varlen
 from echokernels._target import INTERPRETED, KNOWN_TARGETS
 from echokernels.attention.prefill import _config
 from tests.ops.attention_oracle import Features, attend_ragged, check, values_scale
@@ -368,12 +368,12 @@ def test_gradients_are_refused():
         ("seqused_k", [5], "cu_seqlens_k + seqused_k holds 5..5, must lie in [0, 5)"),
     ],
 )
-def test_debug_mode_reads_the_indices(device, monkeypatch, name, value, message):
+@pytest.mark.usefixtures("debug_checks")
+def test_debug_mode_reads_the_indices(device, name, value, message):
     zeros = torch.zeros(4, 2, 16, device=device)
     cu_seqlens = boundaries([4], torch.int32, device)
     good = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
     bad = torch.tensor(value, device=device) if isinstance(value, list) else value
-    monkeypatch.setattr(_checks, "DEBUG", True)
     flash_attn_varlen(zeros, zeros, zeros, **good)
     with pytest.raises(ValueError) as caught:  # noqa: PT011  (the message is compared as it is)
         flash_attn_varlen(zeros, zeros, zeros, **{**good, name: bad})

@@ -1,14 +1,17 @@
 """What every op promises whatever it computes: devices, tracing, gradients, launches, tiles."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
-from echokernels import _gluon_compat, _launch
+from echokernels import _gluon_compat, _launch, _library
 from echokernels._library import OPS
 from echokernels._target import KNOWN_TARGETS, assume, target_of
 from echokernels._tuning import TileConfig, calibrate, forced, select
 from tests.ops.examples import examples
-
 
 NAMES = sorted(OPS)
 
@@ -100,6 +103,37 @@ def test_a_captured_call_equals_an_eager_one(cuda, name):
     graph.replay()
     for have, wanted in zip([a for a in args if torch.is_tensor(a)], want, strict=True):
         assert torch.equal(have, wanted)
+
+
+def test_a_call_is_an_nvtx_range(monkeypatch):
+    events = []
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", events.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: events.append("end"))
+
+    def fails():
+        raise KeyError
+
+    _library._in_range("echo::first", lambda: events.append("runs"))()
+    with pytest.raises(KeyError):
+        _library._in_range("echo::second", fails)()
+    assert events == ["echo::first", "runs", "end", "echo::second", "end"]
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+def test_nvtx_ranges_on_request():
+    code = """
+import torch, echokernels
+seen = []
+torch.cuda.nvtx.range_push = seen.append
+torch.cuda.nvtx.range_pop = lambda: None
+x = torch.ones(2, 64, device="cuda")
+for _ in range(2):
+    echokernels.silu_and_mul(x)
+assert seen == ["echo::silu_and_mul"] * 2, seen
+"""
+    environment = os.environ | {"ECHOKERNELS_NVTX": "1"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 
 
 def test_an_empty_grid_launches_nothing():

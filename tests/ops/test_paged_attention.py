@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echokernels import _checks, attention_workspace_size, paged_attention
+from echokernels import attention_workspace_size, paged_attention
 from echokernels._target import INTERPRETED, KNOWN_TARGETS
 from echokernels.attention.paged_decode import _config
 from tests.ops.attention_oracle import Features, attend_ragged, check, values_scale
@@ -432,7 +432,8 @@ def test_bad_arguments(change, error, message):
         ),
     ],
 )
-def test_debug_mode_reads_the_indices(device, monkeypatch, change, message):
+@pytest.mark.usefixtures("debug_checks")
+def test_debug_mode_reads_the_indices(device, change, message):
     good = {
         "q": torch.zeros(2, 2, 16),
         "k_cache": torch.zeros(4, 16, 1, 16),
@@ -441,7 +442,6 @@ def test_debug_mode_reads_the_indices(device, monkeypatch, change, message):
         "block_table": torch.tensor([[3, 0], [0, 99]]),
         "seqused_k": torch.tensor([32, 1]),
     }
-    monkeypatch.setattr(_checks, "DEBUG", True)
     paged_attention(**{name: tensor.to(device) for name, tensor in good.items()})
     bad = {
         name: value.to(device) if isinstance(value, torch.Tensor) else value

@@ -42,6 +42,7 @@ class Kernel:
 def kernel(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: "stream", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(_replay, "_calls_c_launcher", False)
     return Kernel()
 
 
@@ -71,6 +72,29 @@ def test_the_second_call_is_replayed_with_its_own_pointers(kernel):
     assert head == [4, 1, 1, "stream", "function", "metadata", None, None, None]
     assert (out_ptr, x_ptr) == (out.data_ptr(), x.data_ptr())
     assert (extra, size, block) == (None, 8, 64)
+
+
+@pytest.mark.parametrize(("global_scratch_size", "goes_straight"), [(0, True), (64, False)])
+def test_tritons_own_launcher_is_passed_unless_it_has_to_allocate(
+    kernel, monkeypatch, global_scratch_size, goes_straight
+):
+    def python_launcher(*args):
+        kernel.fast.append(args)
+
+    straight = []
+    python_launcher.launch = lambda *args: straight.append(args)
+    python_launcher.launch_cooperative_grid, python_launcher.launch_pdl = "cooperative", "pdl"
+    python_launcher.global_scratch_size = global_scratch_size
+    python_launcher.profile_scratch_size = 0
+    kernel.run = python_launcher
+    monkeypatch.setattr(_replay, "_calls_c_launcher", True)
+    call = op(kernel)
+    for _ in range(2):
+        call(torch.zeros(4, 8), torch.zeros(4, 8))
+    assert (len(straight), len(kernel.fast)) == (goes_straight, not goes_straight)
+    for head in (args[:13] for args in straight):
+        assert head == (4, 1, 1, "stream", "function", "cooperative", "pdl",
+                        None, None, "metadata", None, None, None)  # fmt: skip
 
 
 @pytest.mark.parametrize(

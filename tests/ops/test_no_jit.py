@@ -1,0 +1,70 @@
+"""no_jit: within it a kernel that would have to be compiled raises."""
+
+import threading
+
+import pytest
+import torch
+import triton
+
+import echokernels
+from echokernels import _replay, no_jit
+
+knobs = triton.knobs.runtime
+REFUSED = "a kernel would be compiled within no_jit.*call warmup.*first: kernel\\[4 warps\\]"
+
+
+def compile_something():
+    """What Triton calls before it compiles."""
+    if knobs.jit_cache_hook is not None:
+        knobs.jit_cache_hook(key="", repr="kernel[4 warps]", fn=None, compile={},
+                             is_manual_warmup=False, already_compiled=False)  # fmt: skip
+
+
+def test_it_holds_until_the_outermost_context_ends():
+    compile_something()
+    with no_jit():
+        with no_jit(), pytest.raises(RuntimeError, match=REFUSED):
+            compile_something()
+        with pytest.raises(RuntimeError, match=REFUSED):
+            compile_something()
+    compile_something()
+
+
+def test_it_holds_in_other_threads_and_after_an_error():
+    raised = []
+
+    def work():
+        try:
+            compile_something()
+        except RuntimeError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=work)
+    with no_jit():
+        thread.start()
+        thread.join()
+    assert len(raised) == 1
+    with pytest.raises(KeyError), no_jit():
+        raise KeyError
+    compile_something()
+
+
+def test_the_hook_of_someone_else_comes_back(monkeypatch):
+    calls = []
+    hook = lambda **kwargs: calls.append(kwargs["repr"])  # noqa: E731
+    monkeypatch.setattr(knobs, "jit_cache_hook", hook)
+    with no_jit():
+        assert knobs.jit_cache_hook is not hook
+    assert knobs.jit_cache_hook is hook
+
+
+@pytest.mark.gpu
+def test_a_kernel_is_compiled_before_or_not_at_all(cuda):
+    x = torch.ones(3, 2 * 7 * 11 * 13, device=cuda)  # a width that no other test has
+    with no_jit(), pytest.raises(RuntimeError, match="_gated_kernel"):
+        echokernels.silu_and_mul(x)
+    want = echokernels.silu_and_mul(x)
+    with no_jit():
+        assert torch.equal(echokernels.silu_and_mul(x), want)
+        with _replay.bypass():
+            assert torch.equal(echokernels.silu_and_mul(x), want)
