@@ -8,7 +8,7 @@ projections of one input are packed into one weight, and so one product.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,6 +16,9 @@ from torch import nn
 import echokernels
 from echokernels.runtime.batch import AttentionMetadata
 from echokernels.runtime.config import ModelConfig
+
+FUSED_TOKENS = 64
+"""Most tokens of a step whose projections are fused with what follows them."""
 
 
 class Placement(NamedTuple):
@@ -79,6 +82,68 @@ class PackedLinear(Linear):
         return dict(zip(self.parts, parameter.split(list(self.parts.values())), strict=True))
 
 
+class QKVProjection(PackedLinear):
+    """From the input of an attention layer to rotated queries, and keys and values in their pages.
+
+    x: [tokens, hidden_size]. Returns the queries, [tokens, num_heads, head_dim]. `cos_sin_cache` is
+    the model's `rotary_table`.
+    """
+
+    def __init__(self, config: ModelConfig, cos_sin_cache: torch.Tensor, place: Placement) -> None:
+        q_size = config.num_heads * config.head_dim
+        kv_size = config.num_kv_heads * config.head_dim
+        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        super().__init__(config.hidden_size, parts, config.attention_bias, place)
+        self.heads: dict[str, Any] = {
+            "num_heads": config.num_heads,
+            "num_kv_heads": config.num_kv_heads,
+            "head_dim": config.head_dim,
+        }
+        self.cos_sin_cache = cos_sin_cache
+
+    def forward(  # type: ignore[override]
+        self, x: torch.Tensor, positions: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor
+    ) -> torch.Tensor:
+        pages: dict[str, Any] = {
+            "k_cache": cache.k,
+            "v_cache": cache.v,
+            "slot_mapping": slot_mapping,
+        }
+        if fuses_projections(x):
+            qkv = echokernels.fused_qkv_rope(
+                x, self.weight, positions, self.cos_sin_cache, self.bias, **self.heads, **pages
+            )
+        else:
+            qkv = super().forward(x)
+            echokernels.fused_qk_norm_rope_cache(
+                qkv, positions, self.cos_sin_cache, **self.heads, **pages
+            )
+        return qkv.unflatten(-1, (-1, self.heads["head_dim"]))[:, : self.heads["num_heads"]]
+
+
+class GateUpProjection(PackedLinear):
+    """silu(gate_proj(x)) * up_proj(x): [tokens, hidden_size] -> [tokens, intermediate_size]."""
+
+    def __init__(self, config: ModelConfig, place: Placement) -> None:
+        parts = dict.fromkeys(("gate_proj", "up_proj"), config.intermediate_size)
+        super().__init__(config.hidden_size, parts, config.mlp_bias, place)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if fuses_projections(x):
+            return echokernels.fused_gate_up(x, self.weight, self.bias)
+        return echokernels.silu_and_mul(super().forward(x))
+
+
+def fuses_projections(x: torch.Tensor) -> bool:
+    """Whether a projection of x and what follows it are faster as one kernel.
+
+    On a GPU and up to FUSED_TOKENS tokens, where reading the weights takes the time; see
+    `fused_gate_up` and `fused_qkv_rope` in docs/performance.md. With more tokens the GEMM of
+    PyTorch's library is faster, as it is in fp32.
+    """
+    return x.is_cuda and x.shape[0] <= FUSED_TOKENS and x.dtype != torch.float32
+
+
 class Embedding(nn.Module):
     """Token ids i32 or i64 [tokens] -> [tokens, hidden_size]; with `is_head` the LM head too."""
 
@@ -89,13 +154,6 @@ class Embedding(nn.Module):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         return nn.functional.embedding(input_ids, self.weight)
-
-
-class SiluAndMul(nn.Module):
-    """silu(gate) * up; x is gate beside up, [tokens, 2 * size] -> [tokens, size]."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return echokernels.silu_and_mul(x)
 
 
 class RMSNorm(nn.Module):
@@ -117,44 +175,29 @@ class RMSNorm(nn.Module):
         return echokernels.fused_add_rms_norm(x, residual, self.weight, self.eps)
 
 
-class RotaryEmbedding(nn.Module):
-    """Rotates q and k in place. All layers of a model share one, and with it the fp32 table."""
-
-    def __init__(self, config: ModelConfig, place: Placement) -> None:
-        super().__init__()
-        self.head_dim = config.head_dim
-        self.cos_sin_cache = echokernels.rope_table(
-            config.head_dim,
-            config.max_position_embeddings,
-            config.rope_theta,
-            config.rope_scaling,
-            place.device,
-        )
-
-    def forward(self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> None:
-        echokernels.rotary_embedding(positions, q, k, self.head_dim, self.cos_sin_cache)
+def rotary_table(config: ModelConfig, place: Placement) -> torch.Tensor:
+    """Cosines and sines of all positions, fp32; the layers of a model share one."""
+    return echokernels.rope_table(
+        config.head_dim,
+        config.max_position_embeddings,
+        config.rope_theta,
+        config.rope_scaling,
+        place.device,
+    )
 
 
 class Attention(nn.Module):
-    """Writes k and v to their slots, then lets every query see its sequence's pages up to itself.
+    """Lets every query see the pages of its sequence up to itself; its own key is in them.
 
-    q: [tokens, num_heads, head_dim], k and v: [tokens, num_kv_heads, head_dim]; returns the shape
-    of q. The sequences of one token come first in the batch: they are decodes, the others chunks.
+    q: [tokens, num_heads, head_dim]; returns that shape. The sequences of one token come first in
+    the batch: they are decodes, the others chunks.
     """
 
     def __init__(self, head_dim: int) -> None:
         super().__init__()
         self.softmax_scale = head_dim**-0.5
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cache: KVCache,
-        metadata: AttentionMetadata,
-    ) -> torch.Tensor:
-        echokernels.reshape_and_cache(k, v, cache.k, cache.v, metadata.slot_mapping)
+    def forward(self, q: torch.Tensor, cache: KVCache, metadata: AttentionMetadata) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         num_decodes = 0
         if (decodes := metadata.decodes) is not None:

@@ -24,7 +24,7 @@ from echokernels.runtime.engine import LLMEngine
 from echokernels.runtime.loader import load_model
 from echokernels.runtime.model_runner import ModelRunner
 from echokernels.runtime.outputs import RequestMetrics, RequestOutput
-from echokernels.runtime.progress import progress_bar
+from echokernels.runtime.progress import progress_bar, warmup_bar
 from echokernels.runtime.sampling_params import SamplingParams
 from echokernels.runtime.tokenizer import Tokenizer, load_tokenizer
 
@@ -76,6 +76,7 @@ class LLM:
         load_format: str = "auto",
         gpu_memory_utilization: float = 0.9,
         max_steps_in_flight: int = 1,
+        warmup: bool = True,
         **engine_options: Any,
     ) -> None:
         """Loads `model`, a folder as Hugging Face's or a .gguf file.
@@ -87,6 +88,8 @@ class LLM:
         load_format: "dummy" fills the weights at random, from the seed; config.json is enough then.
         gpu_memory_utilization: the share of the GPU's memory that may be used in all.
         max_steps_in_flight: 2 lets the host prepare a step while the device runs the one before.
+        warmup: on a GPU, compile every kernel now, with a bar on stderr if that is a terminal; else
+        the requests that first need one wait for it.
         engine_options: the fields of `EngineConfig`.
 
         Raises ValueError or TypeError for a model or an option that cannot be used, and tells why.
@@ -101,6 +104,9 @@ class LLM:
         network, model_config, place = load_model(model, dtype, device, load_format, config.seed)
         self.tokenizer = _find_tokenizer(Path(model))
         runner = ModelRunner(network, model_config, config, place, gpu_memory_utilization)
+        if warmup and place.device.type == "cuda":
+            with warmup_bar() as show:
+                runner.warmup(show)
         self.engine = LLMEngine(
             runner, self.tokenizer, model_config.eos_token_ids, max_steps_in_flight
         )

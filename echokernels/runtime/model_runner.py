@@ -9,9 +9,11 @@ for them, and a step launched before that takes them from there.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterable
 
 import torch
 
+import echokernels
 from echokernels.runtime._validation import check_number
 from echokernels.runtime.batch import ModelInput, pack_batch
 from echokernels.runtime.cache_memory import (
@@ -98,6 +100,22 @@ class ModelRunner:
         self._in_flight.append(handle)
         return handle
 
+    def warmup(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Compiles what any step can need, by running steps of no use; see `echokernels.warmup`.
+
+        Writes to page 0, so to be called before the first request. progress: (done, total).
+        """
+        config = self.config
+        assert config.max_model_len is not None
+        echokernels.warmup(
+            lambda step: self.execute(_step_of(*step, config.page_size)).token_ids(),
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=config.max_model_len,
+            progress=progress,
+        )
+        self._in_flight = []
+
     def _pack(self, batch: ScheduledBatch) -> ModelInput:
         self._in_flight = [handle for handle in self._in_flight if not handle.is_read]
         # A sequence sampled by several steps in flight goes on from the last: later entries win.
@@ -125,7 +143,7 @@ class ModelRunner:
     def _measure_step(self) -> int:
         """Bytes of GPU memory that the largest step needs beside weights and cache."""
         device = self.place.device
-        # All sequences write to one page. What they compute is of no use, but the sizes are right.
+        # All sequences write to one page: the sizes are right.
         self._caches = allocate_caches(self.model_config, 1, self.config.page_size, self.place)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
@@ -149,15 +167,21 @@ def _max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:
 
 
 def _largest_step(config: EngineConfig) -> ScheduledBatch:
-    """All sequences that may run, all sampling, with chunks that fill the budget; all in page 0."""
+    """All sequences that may run, all sampling, with chunks that fill the budget."""
     assert config.max_model_len is not None
     chunk = min(config.max_model_len, config.max_num_batched_tokens)
     num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
     num_chunks = min(num_seqs, config.max_num_batched_tokens // chunk)
+    return _step_of([1] * (num_seqs - num_chunks) + [chunk] * num_chunks, 1, config.page_size)
+
+
+def _step_of(query_lens: Iterable[int], max_seqlen_k: int, page_size: int) -> ScheduledBatch:
+    """A step of new sequences, all sampling, with tables of at least `max_seqlen_k` tokens. All
+    their pages are page 0: what they compute is of no use."""
     entries = []
-    for num_tokens in [1] * (num_seqs - num_chunks) + [chunk] * num_chunks:
+    for num_tokens in query_lens:
         # top_p takes the sampler's longest way.
-        seq = Sequence("largest step", [0] * num_tokens, SamplingParams(top_p=0.5, seed=0))
-        seq.block_table = [0] * -(-num_tokens // config.page_size)
+        seq = Sequence("no request", [0] * num_tokens, SamplingParams(top_p=0.5, seed=0))
+        seq.block_table = [0] * -(-max(num_tokens, max_seqlen_k) // page_size)
         entries.append(ScheduledSequence(seq, 0, num_tokens, samples=True))
     return ScheduledBatch(entries)

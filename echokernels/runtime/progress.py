@@ -1,4 +1,4 @@
-"""The progress bar of `LLM.generate`: requests done and tokens per second, on stderr."""
+"""Progress bars on stderr: of `LLM.generate`, requests done and tokens per second; of warm-up."""
 
 from __future__ import annotations
 
@@ -38,3 +38,18 @@ def progress_bar(total: int, shown: bool) -> Iterator[Callable[[int, int], None]
             progress.update(task, completed=done, rate=rate)
 
         yield show
+
+
+@contextmanager
+def warmup_bar() -> Iterator[Callable[[int, int], None]]:
+    """Gives a function to call with (batches done, of how many). Only a terminal shows it."""
+    if not sys.stderr.isatty():
+        yield lambda _done, _total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("warm-up"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)

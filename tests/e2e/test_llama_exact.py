@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from echokernels._target import INTERPRETED
-from echokernels.runtime import LLM, SamplingParams
+from echokernels.runtime import LLM, SamplingParams, layers
 from tests.tiny_llama import greedy, save, tiny_llama
 
 NUM_TOKENS = 20
@@ -100,6 +100,15 @@ def test_small_mixed_batch_with_preemption(case: Case, device: torch.device) -> 
     # of 2 meet decodes in one step.
     llm = case.assert_exact(device, num_prompts=3, page_size=4, num_pages=6, max_prefill_chunk=2)
     assert llm.engine.stats().num_preemptions > 0
+
+
+def test_fused_projections(
+    case: Case, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As on a GPU in 16 bits: what decodes and small chunks project is fused, larger chunks not.
+    monkeypatch.setattr(layers, "fuses_projections", lambda x: x.shape[0] <= 8)
+    monkeypatch.setattr(layers, "_weight", layers._parameter)
+    case.assert_exact(device, num_prompts=3, page_size=4, num_pages=64, max_prefill_chunk=11)
 
 
 @takes_long_interpreted

@@ -21,33 +21,23 @@ from echokernels.runtime.layers import (
     Attention,
     AttentionMetadata,
     Embedding,
+    GateUpProjection,
     KVCache,
     Linear,
-    PackedLinear,
     Placement,
+    QKVProjection,
     RMSNorm,
-    RotaryEmbedding,
-    SiluAndMul,
+    rotary_table,
 )
 
 
 class LlamaAttention(nn.Module):
-    def __init__(self, config: ModelConfig, rotary_emb: RotaryEmbedding, place: Placement) -> None:
+    def __init__(self, config: ModelConfig, cos_sin_cache: torch.Tensor, place: Placement) -> None:
         super().__init__()
-        self.num_heads = config.num_heads
-        self.num_kv_heads = config.num_kv_heads
-        self.head_dim = config.head_dim
-        q_size = config.num_heads * config.head_dim
-        kv_size = config.num_kv_heads * config.head_dim
-        self.qkv_proj = PackedLinear(
-            config.hidden_size,
-            {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size},
-            config.attention_bias,
-            place,
-        )
-        self.o_proj = Linear(q_size, config.hidden_size, config.attention_bias, place)
-        self.rotary_emb = rotary_emb
+        self.qkv_proj = QKVProjection(config, cos_sin_cache, place)
         self.attention = Attention(config.head_dim)
+        q_size = config.num_heads * config.head_dim
+        self.o_proj = Linear(q_size, config.hidden_size, config.attention_bias, place)
 
     def forward(
         self,
@@ -56,34 +46,27 @@ class LlamaAttention(nn.Module):
         cache: KVCache,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
-        q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
-        self.rotary_emb(positions, q, k)
-        return self.o_proj(self.attention(q, k, v, cache, metadata).flatten(1))
+        q = self.qkv_proj(x, positions, cache, metadata.slot_mapping)
+        return self.o_proj(self.attention(q, cache, metadata).flatten(1))
 
 
 class LlamaMLP(nn.Module):
     def __init__(self, config: ModelConfig, place: Placement) -> None:
         super().__init__()
-        hidden_size, intermediate_size = config.hidden_size, config.intermediate_size
-        self.gate_up_proj = PackedLinear(
-            hidden_size,
-            {"gate_proj": intermediate_size, "up_proj": intermediate_size},
-            config.mlp_bias,
-            place,
+        self.gate_up_proj = GateUpProjection(config, place)
+        self.down_proj = Linear(
+            config.intermediate_size, config.hidden_size, config.mlp_bias, place
         )
-        self.activation = SiluAndMul()
-        self.down_proj = Linear(intermediate_size, hidden_size, config.mlp_bias, place)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.activation(self.gate_up_proj(x)))
+        return self.down_proj(self.gate_up_proj(x))
 
 
 class LlamaDecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig, rotary_emb: RotaryEmbedding, place: Placement) -> None:
+    def __init__(self, config: ModelConfig, cos_sin_cache: torch.Tensor, place: Placement) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, place)
-        self.self_attn = LlamaAttention(config, rotary_emb, place)
+        self.self_attn = LlamaAttention(config, cos_sin_cache, place)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, place)
         self.mlp = LlamaMLP(config, place)
 
@@ -104,12 +87,12 @@ class LlamaDecoderLayer(nn.Module):
 class LlamaModel(nn.Module):
     def __init__(self, config: ModelConfig, place: Placement) -> None:
         super().__init__()
-        rotary_emb = RotaryEmbedding(config, place)
+        cos_sin_cache = rotary_table(config, place)
         self.embed_tokens = Embedding(
             config.vocab_size, config.hidden_size, config.tie_word_embeddings, place
         )
         self.layers = nn.ModuleList(
-            LlamaDecoderLayer(config, rotary_emb, place) for _ in range(config.num_layers)
+            LlamaDecoderLayer(config, cos_sin_cache, place) for _ in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, place)
 
