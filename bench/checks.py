@@ -40,6 +40,7 @@ def row_error(actual: torch.Tensor, wanted: torch.Tensor) -> float:
     """max over rows of ‖actual - wanted‖ / max(‖wanted‖, RMS of ‖wanted‖); infinite if NaN."""
     if actual.numel() != wanted.numel():
         return float("inf")
+    wanted = wanted if wanted.is_floating_point() else wanted.double()
     difference = torch.linalg.vector_norm(actual.reshape(wanted.shape) - wanted, dim=-1)
     norm = torch.linalg.vector_norm(wanted, dim=-1)
     floor = norm.square().mean().sqrt().clamp_min(1e-30)

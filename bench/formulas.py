@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from bench.inputs import split_heads
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return functional.rms_norm(x, (x.shape[-1],), weight, eps)
@@ -20,6 +22,20 @@ def fused_add_rms_norm(
     total = _accumulable(x) + residual
     scale = torch.rsqrt(total.square().mean(-1, keepdim=True) + eps)
     return (total * scale * weight).to(x.dtype), total.to(x.dtype)
+
+
+def add_rms_norm_quant(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(int8 codes, scales, x + residual)"""
+    total = _accumulable(x) + residual
+    scale = torch.rsqrt(total.square().mean(-1, keepdim=True) + eps)
+    return *_quantised(total * scale * weight), total.to(x.dtype)
+
+
+def silu_and_mul_quant(x: Tensor) -> tuple[Tensor, Tensor]:
+    gate, up = _accumulable(x).chunk(2, -1)
+    return _quantised(functional.silu(gate) * up)
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
@@ -62,6 +78,24 @@ def reshape_and_cache(
     for cache, new in ((k_cache, key), (v_cache, value)):
         cache.flatten(0, 1).index_copy_(0, slot_mapping, new)
     return k_cache, v_cache
+
+
+def fused_qk_norm_rope_cache(
+    qkv: Tensor,  # [tokens, (heads + 2 * kv_heads) * head_dim]
+    positions: Tensor,  # i64[tokens]
+    cos_sin_cache: Tensor,  # f32[max_position, head_dim]
+    q_weight: Tensor,  # [head_dim]
+    k_weight: Tensor,
+    eps: float,
+    k_cache: Tensor,  # [num_pages, page_size, kv_heads, head_dim], mutated
+    v_cache: Tensor,
+    slot_mapping: Tensor,  # i64[tokens]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns what attention over the pages reads: the query and both caches."""
+    query, key, value = split_heads(qkv, k_cache)
+    query, key = rms_norm(query, q_weight, eps), rms_norm(key, k_weight, eps)
+    query, key = rotary_embedding(positions, query, key, cos_sin_cache)
+    return query, *reshape_and_cache(key, value, k_cache, v_cache, slot_mapping)
 
 
 def merge_attn_states(
@@ -137,6 +171,11 @@ def kept_probs(sorted_logits: Tensor, temperature: Tensor, top_k: Tensor, top_p:
 def _draw(probs: Tensor) -> Tensor:
     # With e exponential, argmax(p / e) is distributed as p; torch.multinomial waits for the device.
     return (probs / torch.empty_like(probs).exponential_()).argmax(-1)
+
+
+def _quantised(y: Tensor) -> tuple[Tensor, Tensor]:
+    scale = (y.abs().amax(-1) / 127).clamp_min(1e-12)
+    return (y / scale[..., None]).round().to(torch.int8), scale
 
 
 def _accumulable(x: Tensor) -> Tensor:

@@ -36,6 +36,24 @@ def page_write(device: torch.device, tokens: int, kv_heads: int, head_dim: int) 
     return key, value, *caches, slots
 
 
+def projected(
+    device: torch.device, tokens: int, heads: int, kv_heads: int, head_dim: int, eps: float
+) -> Inputs:
+    """(qkv, positions, cos_sin_cache, q_weight, k_weight, eps, k_cache, v_cache, slot_mapping)"""
+    positions, _, _, table = rotary(device, tokens, heads, kv_heads, head_dim)
+    qkv = randn(device, tokens, (heads + 2 * kv_heads) * head_dim)
+    weights = randn(device, head_dim), randn(device, head_dim)
+    caches_and_slots = page_write(device, tokens, kv_heads, head_dim)[2:]
+    return qkv, positions, table, *weights, eps, *caches_and_slots
+
+
+def split_heads(qkv: torch.Tensor, k_cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Views of `qkv`: query, key and value [tokens, heads, head_dim] for pages like `k_cache`."""
+    kv_heads, head_dim = k_cache.shape[2:]
+    heads = qkv.unflatten(-1, (-1, head_dim))
+    return heads.split((heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads), 1)
+
+
 def attention_states(device: torch.device, tokens: int, heads: int, head_dim: int) -> Inputs:
     """(prefix_out, prefix_lse, suffix_out, suffix_lse)"""
     prefix, suffix = (
@@ -84,15 +102,21 @@ def contexts(
 
 
 def sampling(
-    device: torch.device, rows: int, vocab: int, temperature: float, top_k: int, top_p: float
+    device: torch.device,
+    rows: int,
+    vocab: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    dtype: torch.dtype = torch.float32,
 ) -> Inputs:
-    """(logits, temperature, top_k, top_p, min_p, seeds, positions). Logits are fp32."""
+    """(logits, temperature, top_k, top_p, min_p, seeds, positions). `dtype` is of the logits."""
 
     def per_row(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.full((rows,), value, dtype=dtype, device=device)
 
     # With a standard deviation of 4 a few tokens of 128,256 hold most of the probability.
-    logits = 4 * randn(device, rows, vocab, dtype=torch.float32)
+    logits = 4 * randn(device, rows, vocab, dtype=dtype)
     seeds = torch.arange(rows, device=device)
     filters = per_row(top_k, torch.int32), per_row(top_p), per_row(0.0)
     return logits, per_row(temperature), *filters, seeds, per_row(0, torch.int64)

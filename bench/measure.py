@@ -1,21 +1,38 @@
 """One case, all its implementations: right first, then timed."""
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from bench.case import Case, CeilingKind, Inputs, Peer, error_of, ours, poisoned_allocations
 from bench.ceilings import Ceiling
 from bench.results import OURS, Row
-from bench.timing import eager_us, graph_us
+from bench.timing import Call, graph_us
 
 Ceilings = Mapping[CeilingKind, Ceiling]
+Time = Callable[[Sequence[Call]], dict[str, Any]]
+"""From calls on different inputs to the figures of a row."""
 
 
 def measure_case(case: Case, device: torch.device, ceilings: Ceilings) -> list[Row]:
+    """Time on the device, of ours and of each peer."""
+    ceiling = ceilings[case.ceiling]
+
+    def time(calls: Sequence[Call]) -> dict[str, Any]:
+        us = graph_us(calls, device)
+        rate = case.amount / us / 1e6
+        return {"graph_us": us, "rate": rate, "unit": ceiling.unit, "share": rate / ceiling.rate}
+
+    return check_and_time(case, device, time, lambda inputs: case.rotation(inputs, device))
+
+
+def check_and_time(
+    case: Case, device: torch.device, time: Time, input_sets: Callable[[Inputs], list[Inputs]]
+) -> list[Row]:
     """A row for ours and for each peer. What fails says so in its row and stops nothing else."""
     rows = []
     torch.manual_seed(0)  # a case has the same inputs whichever ran before it
@@ -23,10 +40,10 @@ def measure_case(case: Case, device: torch.device, ceilings: Ceilings) -> list[R
         inputs = case.make(device)
         implementations = {OURS: ours(case), **case.peers}
         verdicts = _check(case, implementations, inputs)
-        sets = case.rotation(inputs, device)
+        sets = input_sets(inputs)
         for name, peer in implementations.items():
             row = verdicts[name]
-            rows.append(_time(row, case, peer, sets, device, ceilings) if row.ok else row)
+            rows.append(_time(row, case, peer, sets, time) if row.ok else row)
     except Exception as failure:
         rows.append(_failed(case, OURS, failure))
     _free(device)
@@ -50,31 +67,13 @@ def _check(case: Case, implementations: Mapping[str, Peer], inputs: Inputs) -> d
     return verdicts
 
 
-def _time(
-    checked: Row,
-    case: Case,
-    peer: Peer,
-    sets: list[Inputs],
-    device: torch.device,
-    ceilings: Ceilings,
-) -> Row:
+def _time(checked: Row, case: Case, peer: Peer, sets: list[Inputs], time: Time) -> Row:
     try:
         calls = [peer.prepare(*inputs) for inputs in sets]
         with peer.context():
-            eager = eager_us(calls, device)
-            graph = graph_us(calls, device)
+            return replace(checked, **time(calls))
     except Exception as failure:
         return _failed(case, checked.impl, failure)
-    ceiling = ceilings[case.ceiling]
-    rate = case.amount / graph / 1e6
-    return replace(
-        checked,
-        graph_us=graph,
-        eager_us=eager,
-        rate=rate,
-        unit=ceiling.unit,
-        share=rate / ceiling.rate,
-    )
 
 
 def _failed(case: Case, impl: str, failure: Exception) -> Row:

@@ -1,14 +1,19 @@
-"""What ours is compared with: the formula, eager and compiled, and PyTorch's fused attention."""
+"""What ours is compared with: the formula, eager and compiled; PyTorch's fused attention; four
+kernels instead of one. Those of other libraries are in `libraries.py`.
+"""
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.case import Outputs, Peer
-from bench.inputs import Sequence
+import echokernels
+from bench.case import Outputs, Peer, mutating
+from bench.inputs import Sequence, split_heads
 from bench.timing import Call
 
 _SDPA_BACKENDS = {
@@ -51,6 +56,48 @@ def sdpa_peers(
         f"sdpa-{name}{suffix}": Peer(prepare, partial(sdpa_kernel, _SDPA_BACKENDS[name]))
         for name in backends
     }
+
+
+def four_kernels(
+    norm: Callable[..., object] | None = None,
+    rotary: Callable[..., Call] | None = None,
+    page_write: Callable[..., Call] | None = None,
+) -> Peer:
+    """`fused_qk_norm_rope_cache` by two norms, one RoPE and one page write; ours by default.
+
+    norm: called with (out, x, weight, eps). The others are prepared like peers of their ops.
+    """
+    norm, rotary, page_write = norm or _norm, rotary or _rotary, page_write or _page_write
+
+    def prepare(*inputs: Any) -> Call:
+        qkv, positions, table, q_weight, k_weight, eps, k_cache, v_cache, slots = inputs
+        query, key, value = split_heads(qkv, k_cache)
+        normed_query, normed_key = (torch.empty_like(x) for x in (query, key))
+        rotate = rotary(positions, normed_query, normed_key, table)
+        write = page_write(normed_key, value, k_cache, v_cache, slots)
+
+        def call() -> Outputs:
+            norm(normed_query, query, q_weight, eps)
+            norm(normed_key, key, k_weight, eps)
+            rotate()
+            return normed_query, *write()
+
+        return call
+
+    return Peer(prepare)
+
+
+def _norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> object:
+    return echokernels.rms_norm(x, weight, eps, out=out)
+
+
+def _rotary(positions: Tensor, query: Tensor, key: Tensor, table: Tensor) -> Call:
+    arguments = positions, query, key, query.shape[-1], table
+    return mutating(echokernels.rotary_embedding, *arguments, outputs=(query, key))
+
+
+def _page_write(*inputs: Tensor) -> Call:
+    return mutating(echokernels.reshape_and_cache, *inputs, outputs=inputs[2:4])
 
 
 def _bound(function: Callable[..., Outputs]) -> Peer:

@@ -3,20 +3,23 @@
 import csv
 from collections.abc import Iterator
 from itertools import groupby
-from pathlib import Path
 
-from bench.results import OURS
+from bench.results import OURS, RESULTS
 
-RESULTS = Path(__file__).parent / "results"
 INTRODUCTION = """\
 # Performance
 
 Made by `python -m bench.report` from the files in `bench/results`; the commands that made those are
-`python -m bench.run` and `python -m bench.cpu_speed`. Losses are in it. bf16; microseconds by graph
-replay with inputs that are not in the L2, in brackets the share of the ceiling: a device copy, a
-streaming read (decode) or a large matrix product (prefill). The best of a line is bold. `echo` is
-ours; `torch` and `compile` are the plain formula, eager and compiled; `sdpa-...-dense-kv` gets its
-keys gathered beforehand, for it cannot read pages.
+`python -m bench.run`, `python -m bench.host_cost` and `python -m bench.cpu_speed`. Losses are in
+it. bf16; microseconds by graph replay with inputs that are not in the L2, in brackets our share of
+the ceiling: a device copy, a streaming read (decode) or a large matrix product (prefill). The best
+of a line is bold. `echo` is ours; `torch` and `compile` are the plain formula, eager and compiled;
+`sdpa-...-dense-kv` gets its keys gathered beforehand, for it cannot read pages.
+"""
+HOST = """\
+Microseconds that an eager call keeps the host, in brackets the ratio to `torch.add` of 4 x 4096
+(here {us:.1f} us), timed in turn with it. `echo` is our public function, with the allocation of
+what it returns; `echo-packet` is `torch.ops.echo.<op>`, `echo-overload` its `.default`.
 """
 
 Row = dict[str, str]
@@ -30,6 +33,8 @@ def report() -> str:
     lines = [INTRODUCTION]
     for path in sorted(RESULTS.glob("ops-*.csv")):
         lines += _device(list(csv.DictReader(path.open())))
+    for path in sorted(RESULTS.glob("host-*.csv")):
+        lines += _host(list(csv.DictReader(path.open())))
     for path in sorted(RESULTS.glob("cpu-*.csv")):
         lines += _cpu(list(csv.DictReader(path.open())))
     return "\n".join(lines) + "\n"
@@ -51,8 +56,7 @@ def _device(rows: list[Row]) -> Iterator[str]:
 def _table(op: str, rows: list[Row]) -> Iterator[str]:
     impls = list(dict.fromkeys(row["impl"] for row in rows))
     yield f"### {op} (commit {rows[0]['commit'][:7]})\n"
-    yield f"| case | {' | '.join(impls)} |"
-    yield "|---" * (1 + len(impls)) + "|"
+    yield from _header("case", impls)
     for case, group in groupby(rows, lambda row: row["case"]):
         cells = {row["impl"]: row for row in group}
         best = min(float(row["graph_us"]) for row in cells.values() if row["graph_us"])
@@ -61,14 +65,37 @@ def _table(op: str, rows: list[Row]) -> Iterator[str]:
     yield ""
 
 
+def _header(first: str, impls: list[str]) -> Iterator[str]:
+    yield f"| {first} | {' | '.join(impls)} |"
+    yield "|---" * (1 + len(impls)) + "|"
+
+
 def _cell(row: Row | None, best: float) -> str:
     if row is None:
         return ""
     if not row["graph_us"]:
         return row["note"]
     us = float(row["graph_us"])
-    text = f"{us:.1f} ({float(row['share']):.0%})"
+    text = f"{us:.1f} ({float(row['share']):.0%})" if row["impl"] == OURS else f"{us:.1f}"
     return f"**{text}**" if us == best else text
+
+
+def _host(rows: list[Row]) -> Iterator[str]:
+    add, *rows = rows
+    yield f"## Host cost, {add['gpu']}, torch {add['torch']}, Triton {add['triton']}\n"
+    yield f"Commit {add['commit'][:7]}.\n\n{HOST.format(us=float(add['host_us']))}"
+    impls = list(dict.fromkeys(row["impl"] for row in rows))
+    yield from _header("op", impls)
+    for (op, case), group in groupby(rows, lambda row: (row["op"], row["case"])):
+        cells = {row["impl"]: _host_cell(row) for row in group}
+        yield f"| {op} {case} | {' | '.join(cells.get(impl, '') for impl in impls)} |"
+    yield ""
+
+
+def _host_cell(row: Row) -> str:
+    if not row["host_us"]:
+        return row["note"]
+    return f"{float(row['host_us']):.1f} ({float(row['rate']):.2f}x)"
 
 
 def _cpu(rows: list[Row]) -> Iterator[str]:

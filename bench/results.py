@@ -2,17 +2,21 @@
 
 import csv
 import os
+import re
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import gettempdir
+from typing import Any
 
 import torch
 import triton
 from rich.table import Table
 
 OURS = "echo"
+RESULTS = Path(__file__).parent / "results"
 _ROOT = Path(__file__).parent.parent
 
 
@@ -24,13 +28,18 @@ class Row:
     case: str
     impl: str
     graph_us: float | None = None
-    eager_us: float | None = None
-    rate: float | None = None  # by graph_us
-    unit: str = ""  # of rate: TB/s or TFLOP/s
+    host_us: float | None = None
+    rate: float | None = None
+    unit: str = ""  # of rate: TB/s, TFLOP/s, tokens/s or x torch.add
     share: float | None = None  # of the ceiling
     ok: bool = False
     error: float | None = None
     note: str = ""
+
+    @property
+    def us(self) -> float | None:
+        """What was timed: the device or the host."""
+        return self.host_us if self.graph_us is None else self.graph_us
 
 
 def provenance(device: torch.device) -> dict[str, str]:
@@ -42,6 +51,15 @@ def provenance(device: torch.device) -> dict[str, str]:
         "commit": commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def default_path(kind: str, gpu: str, quick: bool) -> Path:
+    """bench/results/<kind>-<gpu>.csv: "ops" and "NVIDIA H200" give ops-h200.csv.
+
+    Quick results mean nothing: they go to the folder for temporary files.
+    """
+    name = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).removeprefix("nvidia-")
+    return (Path(gettempdir()) if quick else RESULTS) / f"{kind}-{name}.csv"
 
 
 def commit() -> str:
@@ -79,8 +97,28 @@ class ResultsFile:
         self._file.close()
 
 
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a file that `ResultsFile` wrote. Columns that rows no longer have are ignored.
+
+    Raises FileNotFoundError.
+    """
+    with path.open(newline="") as file:
+        return [
+            Row(**{f.name: _value(f.name, line.get(f.name, "")) for f in fields(Row)})
+            for line in csv.DictReader(file)
+        ]
+
+
 def _text(value: object) -> object:
     return f"{value:.5g}" if isinstance(value, float) else value
+
+
+def _value(name: str, text: str) -> Any:
+    if name in ("op", "case", "impl", "unit", "note"):
+        return text
+    if name == "ok":
+        return text == "True"
+    return float(text) if text else None
 
 
 def table(op: str, rows: Sequence[Row]) -> Table:
@@ -89,7 +127,7 @@ def table(op: str, rows: Sequence[Row]) -> Table:
     result = Table(op, *impls, box=None)
     for case in dict.fromkeys(row.case for row in rows):
         of_case = {row.impl: row for row in rows if row.case == case}
-        timed = [row.graph_us for row in of_case.values() if row.graph_us is not None]
+        timed = [us for row in of_case.values() if (us := row.us) is not None]
         cells = (_cell(of_case.get(impl), min(timed, default=0.0)) for impl in impls)
         result.add_row(case, *cells)
     return result
@@ -98,11 +136,10 @@ def table(op: str, rows: Sequence[Row]) -> Table:
 def _cell(row: Row | None, best_us: float) -> str:
     if row is None:
         return ""
-    if row.graph_us is None:
+    if row.us is None or row.rate is None:
         return f"[red]{row.note.split(':')[0]}[/red]"
-    cell = f"{row.graph_us:.1f}"
-    if row.graph_us == best_us:
+    cell = f"{row.us:.1f}"
+    if row.us == best_us:
         cell = f"[bold]{cell}[/bold]"
-    if row.rate is not None and row.share is not None:
-        cell += f" ({row.rate:.3g}, {row.share:.0%})"
-    return cell if row.eager_us is None else f"{cell} {row.eager_us:.0f}"
+    share = "" if row.share is None else f", {row.share:.0%}"
+    return f"{cell} ({row.rate:.3g}{share})"

@@ -10,6 +10,18 @@ from bench.inputs import ragged_lengths
 
 
 @dataclass(frozen=True)
+class Layer:
+    """The projections of a model's layer, or of its share of a tensor-parallel GPU."""
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int = 128
+    qk_norm: bool = False
+
+
+@dataclass(frozen=True)
 class Suite:
     """Shapes of all cases, and which peers to measure."""
 
@@ -22,9 +34,12 @@ class Suite:
     prefill: tuple[tuple[int, int, int], ...]  # (sequences, length, head_dim)
     decode: Mapping[str, list[int]]  # context lengths
     merged_tokens: tuple[int, ...]
-    sampled_rows: tuple[int, ...]
+    sampled_rows: tuple[int, ...]  # of fp32 logits over `vocab`
+    sampled_wide: tuple[tuple[int, int], ...]  # (rows, vocabulary), of fp32 and of bf16 logits
     vocab: int
     top_k: int
+    layers: Mapping[str, Layer]
+    few_tokens: tuple[int, ...]
     sdpa: tuple[str, ...] = ("cudnn", "flash")
     compile_modes: tuple[str, ...] = ("default",)
 
@@ -50,8 +65,16 @@ FULL = Suite(
     },
     merged_tokens=(1024, 16_384),
     sampled_rows=(1, 64, 256),
+    sampled_wide=((64, 151_936),),
     vocab=128_256,
     top_k=50,
+    layers={
+        "llama3-8b": Layer(4096, 14_336, 32, 8),
+        "qwen3-0.6b": Layer(1024, 3072, 16, 8, qk_norm=True),
+        "qwen3-8b": Layer(4096, 12_288, 32, 8, qk_norm=True),
+        "llama3-70b-tp8": Layer(8192, 3584, 8, 1),
+    },
+    few_tokens=(1, 8, 16, 32, 64),
 )
 QUICK = Suite(
     tokens=(1, 5),
@@ -64,8 +87,11 @@ QUICK = Suite(
     decode={"2x40": [40] * 2, "ragged3": [1, 16, 33]},
     merged_tokens=(5,),
     sampled_rows=(3,),
+    sampled_wide=((2, 101),),
     vocab=97,
     top_k=5,
+    layers={"tiny": Layer(64, 48, 4, 2, head_dim=32, qk_norm=True)},
+    few_tokens=(3,),
     sdpa=("math",),
     compile_modes=(),
 )

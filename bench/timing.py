@@ -1,8 +1,9 @@
-"""How long a call takes: the time of the device alone, and the time a caller sees.
+"""How long a call takes: on the device alone, on the host alone, and until its result is there.
 
 Device time comes from replays of a CUDA graph, so the host's launches cost nothing. The calls of a
 graph rotate among input sets that together exceed the L2 cache twice over, so that small inputs too
-come from memory. All times are medians, in microseconds.
+come from memory. Host time comes from loops of calls that nothing waits for, too few to fill the
+queue of the device. All times are medians, in microseconds.
 """
 
 import math
@@ -11,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -23,6 +25,8 @@ _CPU_SETS = 2  # a CPU's caches are not worth the memory: the times there only t
 _ROUND_US = 2_000.0  # the least that a graph should take: its start costs some microseconds
 _BUDGET_US = 60_000.0
 _WARM_UP_CALLS = 3
+_HOST_CALLS = 32  # between waits: a device's queue holds 1,024 before launching waits for it
+_HOST_ROUNDS = 100
 
 
 @dataclass(frozen=True)
@@ -52,11 +56,24 @@ def graph_us(calls: Sequence[Call], device: torch.device) -> float:
 
 
 def eager_us(calls: Sequence[Call], device: torch.device) -> float:
-    """Time of one call as a caller sees it: wall clock of a batch of calls and the wait for it."""
+    """Time of one call until its result is there: wall clock of a batch and the wait for it."""
     estimate = min(_wall_us(calls[:1], device) for _ in range(_WARM_UP_CALLS))
     size = _within(3, _BUDGET_US / 5 / estimate, 200)
     batch = [calls[i % len(calls)] for i in range(size)]
     return statistics.median(_wall_us(batch, device) for _ in range(5)) / size
+
+
+def host_us(calls: Sequence[Call], device: torch.device) -> list[float]:
+    """Time that each of `calls` keeps the host, measured in turn, so that they have the same luck.
+
+    On a CPU, where nothing is queued, it includes the work itself.
+    """
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(_WARM_UP_CALLS + _HOST_ROUNDS):
+        for call, of_call in zip(calls, times, strict=True):
+            synchronize(device)
+            of_call.append(_loop_us([call] * _HOST_CALLS) / _HOST_CALLS)
+    return [statistics.median(of_call[_WARM_UP_CALLS:]) for of_call in times]
 
 
 def make_round(calls: Sequence[Call], device: torch.device) -> Round:
@@ -99,9 +116,12 @@ def _replay_us(work: Round, repeats: int) -> float:
 
 def _wall_us(calls: Sequence[Call], device: torch.device) -> float:
     synchronize(device)
+    return _loop_us([*calls, partial(synchronize, device)])
+
+
+def _loop_us(calls: Sequence[Call]) -> float:
     start = time.perf_counter()
     _run_all(calls)
-    synchronize(device)
     return (time.perf_counter() - start) * 1e6
 
 

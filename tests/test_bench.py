@@ -2,12 +2,13 @@
 
 import csv
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from bench import results, timing
+from bench import compare, host_cost, libraries, results, timing
 from bench.case import Case, Peer, error_of, ours
 from bench.ceilings import Ceiling
 from bench.checks import MOST_DEVIATIONS, drawn_by_probability, most_likely, row_error
@@ -50,7 +51,6 @@ def test_quick_run_writes_every_row(tmp_path, monkeypatch):
         assert (row["gpu"], row["commit"]) == ("cpu", "abc123")
         assert row["torch"] == torch.__version__
     for row in rows[3:]:
-        assert float(row["eager_us"]) > 0
         assert float(row["error"]) < 2.0**-7
 
 
@@ -65,7 +65,7 @@ def test_a_wrong_result_gets_no_time():
     wrong = replace(case, run=lambda x, weight, eps: case.run(x, weight, eps) * 1.1)
     mine, peer = measure_case(wrong, CPU, CEILINGS)
     assert not mine.ok
-    assert mine.graph_us is mine.eager_us is mine.rate is mine.share is None
+    assert mine.graph_us is mine.rate is mine.share is None
     assert mine.note.startswith("wrong: error ")
     assert peer.ok
     assert peer.graph_us is not None
@@ -170,10 +170,147 @@ def test_rows_are_on_disk_before_the_file_is_closed(tmp_path):
         assert (tmp_path / "x.csv").read_text().splitlines()[1] == "op,case,echo,,,,,,False,,,none"
 
 
+def test_files_are_read_as_they_were_written(tmp_path):
+    rows = [
+        results.Row("op", "case", "echo", 1.5, None, 2.0, "TB/s", 0.5, ok=True, error=0.0),
+        results.Row("op", "case", "peer", note="failed: no such luck"),
+    ]
+    with results.ResultsFile(tmp_path / "x.csv", {"gpu": "none"}) as file:
+        file.write(rows)
+    assert results.read_rows(tmp_path / "x.csv") == rows
+
+
+def test_the_default_file_is_the_committed_one():
+    assert results.default_path("ops", "NVIDIA H200", quick=False).exists()
+
+
 def test_commit_without_git(tmp_path, monkeypatch):
     monkeypatch.delenv("ECHO_COMMIT", raising=False)
     monkeypatch.setattr(results, "_ROOT", tmp_path)
     assert results.commit() == "unknown"
+
+
+def timed(case: str, us: float, share: float) -> results.Row:
+    return results.Row("op", case, "echo", us, share=share, ok=True)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "fails"),
+    [
+        ((100.0, 0.80), (105.0, 0.761), False),  # 4.9% below
+        ((100.0, 0.80), (105.0, 0.759), True),  # 5.1% below
+        ((100.0, 0.80), (130.0, 0.80), False),  # slower, as the device itself is
+        ((100.0, 0.80), (90.0, 0.70), True),  # faster, on a faster device
+        ((2.9, 0.10), (3.09, 0.01), False),  # below 3 us the time counts alone
+        ((2.9, 0.10), (3.11, 0.10), True),
+        ((3.1, 0.10), (3.4, 0.096), False),
+    ],
+)
+def test_regression_gate(before, now, fails):
+    result = compare.compare([timed("x", *before)], [timed("x", *now)])
+    assert bool(result.failed) == fails
+    assert result.passed == ([] if fails else [("op", "x")])
+
+
+def test_regression_gate_leaves_no_case_out():
+    wrong = results.Row("op", "wrong", "echo", note="wrong: error 1")
+    before = [timed(case, 9.0, 0.5) for case in ("both", "gone", "wrong")]
+    never_right = results.Row("op", "never right", "echo", note="failed: no such luck")
+    peer = replace(timed("peer's", 9.0, 0.5), impl="torch")
+    now = [timed("both", 9.0, 0.5), timed("new", 9.0, 0.5), timed("never right", 9.0, 0.5), wrong]
+    result = compare.compare([*before, never_right, peer], now)
+    assert result.passed == [("op", "both")]
+    assert result.failed == {("op", "wrong"): "wrong: error 1"}
+    assert result.only_before == [("op", "gone")]
+    assert result.only_now == [("op", "new"), ("op", "never right")]
+
+
+def test_a_second_measurement_counts():
+    slow, fast = timed("x", 9.0, 0.1), timed("x", 9.0, 0.5)
+    assert compare.compare([fast], [slow, fast]).passed
+    assert compare.compare([fast], [fast, slow]).failed
+
+
+@pytest.mark.parametrize(("old_us", "status"), [(1e9, 0), (1e-9, 1)])
+def test_compare_measures_anew(tmp_path, capsys, old_us, status):
+    path = tmp_path / "ops.csv"
+    old = results.Row("rms_norm", "T1_H64", "echo", old_us, share=1e-9, ok=True)
+    gone = replace(old, case="T1_H63")
+    unselected = replace(old, op="silu_and_mul")
+    with results.ResultsFile(path, {}) as file:
+        file.write([old, gone, unselected])
+    arguments = ["--device", "cpu", "--quick", "--op", "rms_norm", "--against", str(path)]
+    assert compare.main(arguments) == status
+    output = capsys.readouterr().out
+    assert "only in the file: rms_norm T1_H63" in output
+    assert "new: rms_norm T5_H64" in output
+    assert "silu_and_mul" not in output
+    assert f"{1 - status} cases passed, {status} failed" in output
+
+
+def test_compare_needs_something_to_compare(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        compare.main(["--device", "cpu", "--quick", "--against", str(tmp_path / "none.csv")])
+    assert "which does not exist" in capsys.readouterr().err
+    with results.ResultsFile(tmp_path / "empty.csv", {}):
+        pass
+    arguments = ["--device", "cpu", "--quick", "--op", "rms_norm"]
+    assert compare.main([*arguments, "--against", str(tmp_path / "empty.csv")]) == 1
+
+
+def test_host_time_is_that_of_the_calls_alone(monkeypatch):
+    now, queued = 0.0, 0
+
+    def launch(us: float) -> None:
+        nonlocal now, queued
+        now, queued = now + us * 1e-6, queued + 1
+        assert queued < 100  # a device that lags 1,000 launches behind makes the host wait
+
+    def wait(_: torch.device) -> None:
+        nonlocal now, queued
+        now, queued = now + 1, 0
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(timing, "synchronize", wait)
+    calls = [partial(launch, 3), partial(launch, 12)]
+    assert timing.host_us(calls, CPU) == pytest.approx([3, 12])
+
+
+def test_host_cost_has_every_op_and_name(tmp_path):
+    names = [(case.op, name) for case in host_cost.host_cases(quick=True) for name in case.peers]
+    assert names == [("fused_add_rms_norm", f"echo-{form}") for form in ("packet", "overload")]
+    ops = [case.op for case in host_cost.host_cases(quick=True)]
+    assert sorted(ops) == sorted({case.op for case in cases(QUICK)})
+
+    out = tmp_path / "host.csv"
+    arguments = ["--device", "cpu", "--quick", "--op", "fused_add_rms_norm", "--out", str(out)]
+    assert host_cost.main(arguments) == 0
+    rows = results.read_rows(out)
+    assert [row.impl for row in rows] == ["torch", "echo", "echo-packet", "echo-overload"]
+    for row in rows:
+        assert row.ok
+        assert row.host_us > 0
+        assert row.rate > 0
+
+
+def test_an_absent_library_is_reported_once(monkeypatch):
+    def absent(name: str) -> None:
+        raise ImportError(f"No module named {name!r}\nand more")
+
+    monkeypatch.setattr(libraries, "import_module", absent)
+    reports: list[str] = []
+    assert libraries.load(torch.device("cuda"), reports.append) == []
+    assert [report.split(" ")[0] for report in reports] == ["flashinfer", "vllm", "liger"]
+    assert reports[1].endswith("left out: ImportError: No module named 'vllm._C_stable_libtorch'")
+    assert libraries.load(CPU, fail) == []
+
+
+def test_libraries_add_peers_to_the_cases_of_their_ops():
+    kernels = {"rms_norm": {"theirs": Peer(lambda *_: fail)}}
+    case = libraries.with_peers(quick_case("rms_norm"), [kernels])
+    assert [*case.peers] == ["torch", "theirs"]
+    other = quick_case("silu_and_mul")
+    assert libraries.with_peers(other, [kernels]) == other
 
 
 def test_cpu_speed_needs_equal_tokens():

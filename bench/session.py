@@ -1,0 +1,71 @@
+"""What the commands that measure the registry share: arguments, the device, the loop over cases."""
+
+import argparse
+from collections.abc import Callable, Iterable
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from bench.case import Case
+from bench.ops import QUICK, cases
+from bench.results import Row
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    ops = sorted({case.op for case in cases(QUICK)})
+    parser.add_argument("--op", action="append", choices=ops, help="only this; may be repeated")
+    parser.add_argument(
+        "--filter", default="", help='only cases whose "op name" contains this text'
+    )
+    parser.add_argument("--quick", action="store_true", help="tiny shapes: a test of the harness")
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:1, or cpu with --quick")
+
+
+def device_of(parser: argparse.ArgumentParser, args: argparse.Namespace) -> torch.device:
+    """The device of `--device`, made the current one."""
+    device = torch.device(args.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(device)
+    elif not args.quick:
+        parser.error("--device is cpu, must be cuda unless --quick is given")
+    return device
+
+
+def is_selected(args: argparse.Namespace, op: str, case: str) -> bool:
+    """Whether `--op` and `--filter` let the case through."""
+    return (not args.op or op in args.op) and args.filter in f"{op} {case}"
+
+
+def select(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, registry: Iterable[Case]
+) -> list[Case]:
+    selected = [case for case in registry if is_selected(args, case.op, case.name)]
+    if not selected:
+        parser.error(f"--filter is {args.filter!r}, no case of --op has it in its name")
+    return selected
+
+
+def open_console() -> Console:
+    # A pipe has no width; the tables need this much.
+    return Console(width=None if Console().is_terminal else 200)
+
+
+def measure_all(
+    selected: list[Case], measure: Callable[[Case], list[Row]], console: Console
+) -> list[Row]:
+    """The rows of one case after the other. What is not right is reported at once."""
+    rows = []
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    with Progress(*columns, TimeRemainingColumn(), console=console) as progress, torch.no_grad():
+        task = progress.add_task("", total=len(selected))
+        for case in selected:
+            progress.update(task, description=f"{case.op} {case.name}")
+            of_case = measure(case)
+            rows += of_case
+            for row in of_case:
+                if not row.ok:
+                    console.print(f"{row.op} {row.case}, {row.impl}: {row.note}", markup=False)
+            progress.advance(task)
+    return rows
