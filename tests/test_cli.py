@@ -114,8 +114,7 @@ def test_demo_finds_its_model_and_tells_the_ops(
         for op in (
             "rms_norm",
             "fused_add_rms_norm",
-            "rotary_embedding",
-            "reshape_and_cache",
+            "fused_qk_norm_rope_cache",
             "flash_attn_varlen",
             "paged_attention",
             "silu_and_mul",

@@ -1,20 +1,21 @@
-"""Jit pieces that read one row of logits, tile by tile: its values, its argmax, its log-softmax.
-
-Sums and maxima are kept per lane and reduced once, after the last tile: their order depends on
-BLOCK_N alone.
-"""
+"""Jit pieces that all sampling kernels share: how a logit counts, tiles of a row, the best lane."""
 
 import triton
 import triton.language as tl
 
-_MAX_FLOAT = tl.constexpr(3.4028234663852886e38)
+from echokernels.sampling import reference
+
+GREEDY_BELOW = tl.constexpr(reference.GREEDY_BELOW)
+NEGLIGIBLE = tl.constexpr(reference.NEGLIGIBLE)
+MAX_FLOAT = tl.constexpr(3.4028234663852886e38)
+NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
 def clean(logit):
     """In fp32, NaN as -inf, +inf as the largest finite number."""
     logit = logit.to(tl.float32)
-    return tl.minimum(tl.where(logit == logit, logit, float("-inf")), _MAX_FLOAT)
+    return tl.minimum(tl.where(logit == logit, logit, float("-inf")), MAX_FLOAT)
 
 
 @triton.jit
@@ -25,42 +26,31 @@ def load_tile(row_ptr, start, vocab, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def keep_better(best, best_token, score, token):
-    """Per lane. Ids only grow, so the lowest one stays on ties."""
-    better = score > best
-    return tl.where(better, score, best), tl.where(better, token, best_token)
+def below(logit, peak):
+    """logit - peak; 0 where both are -inf."""
+    return tl.where(logit < peak, logit - peak, 0.0)
 
 
 @triton.jit
 def best_lane(best, best_token):
     """(largest score, its lowest id) of all lanes."""
     peak = tl.max(best, axis=0)
-    return peak, tl.min(tl.where(best == peak, best_token, 0x7FFFFFFF), axis=0)
+    return peak, tl.min(tl.where(best == peak, best_token, NO_TOKEN), axis=0)
 
 
 @triton.jit
-def argmax(row_ptr, vocab, BLOCK_N: tl.constexpr):
-    """(largest logit, its lowest id, a logit that at least min(BLOCK_N, vocab) ids reach)."""
-    best = tl.full([BLOCK_N], float("-inf"), tl.float32)
-    best_token = tl.zeros([BLOCK_N], tl.int32)
-    for start in range(0, vocab, BLOCK_N):
-        token, logit = load_tile(row_ptr, start, vocab, BLOCK_N)
-        best, best_token = keep_better(best, best_token, logit, token)
-    peak, token = best_lane(best, best_token)
-    return peak, token, tl.min(best, axis=0)
+def usable(temperature):
+    """(whether it draws at all, 1 / temperature)."""
+    # The reciprocal of more than 2^126 would be subnormal, so possibly 0, and -inf * 0 is NaN.
+    clamped = tl.minimum(tl.maximum(temperature, GREEDY_BELOW), 2.0**126)
+    return temperature >= GREEDY_BELOW, 1.0 / clamped
 
 
 @triton.jit
-def log_softmax_at(row_ptr, vocab, peak, token, BLOCK_N: tl.constexpr):
-    total = tl.zeros([BLOCK_N], tl.float32)
-    for start in range(0, vocab, BLOCK_N):
-        ids, logit = load_tile(row_ptr, start, vocab, BLOCK_N)
-        total += tl.where(ids < vocab, tl.exp(_below(logit, peak)), 0.0)
-    chosen = _below(clean(tl.load(row_ptr + token)), peak)
-    return chosen - tl.log(tl.sum(total, axis=0))
+def limits_count(top_k, vocab):
+    return (top_k > 0) & (top_k < vocab)
 
 
 @triton.jit
-def _below(logit, peak):
-    """logit - peak; 0 where both are -inf."""
-    return tl.where(logit < peak, logit - peak, 0.0)
+def is_filtered(top_k, top_p, min_p, vocab):
+    return limits_count(top_k, vocab) | (top_p < 1.0) | (min_p > NEGLIGIBLE)

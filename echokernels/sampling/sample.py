@@ -25,7 +25,6 @@ logits [rows, vocab], all else [rows]. Arithmetic and sums are in fp32. Mutates 
 
 import torch
 import triton
-import triton.language as tl
 
 from echokernels._checks import (
     FLOATS,
@@ -36,126 +35,32 @@ from echokernels._checks import (
     check_same_device,
     check_shape,
 )
-from echokernels._launch import launch
+from echokernels._launch import launch, scratch
 from echokernels._library import define_op
+from echokernels._pdl import early_launch
 from echokernels._tuning import TileConfig, select
 from echokernels.sampling import reference
-from echokernels.sampling._row import argmax, best_lane, keep_better, load_tile, log_softmax_at
-from echokernels.sampling._threshold import find_threshold, key_of
-
-_GREEDY_BELOW = tl.constexpr(reference.GREEDY_BELOW)
-_NEGLIGIBLE = tl.constexpr(reference.NEGLIGIBLE)
+from echokernels.sampling._candidates import MAX_LISTED
+from echokernels.sampling._choice import NUM_LISTS, choice_kernel
+from echokernels.sampling._summary import NUM_FIELDS, summary_kernel
 
 # An fp32 number that came from a half has this many low bits that tell nothing.
 _KEY_SHIFT = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
-# fp32, in which ids are counted, is exact up to here.
+# fp32, in which ids are counted and kept, is exact up to here.
 _MAX_VOCAB = 2**24
 
 
-@triton.jit
-def _gumbel(seed, position, start, BLOCK_N: tl.constexpr):
-    """Noise of the ids from `start` on, between -2.9 and 22.9."""
-    group = start // 4 + tl.arange(0, BLOCK_N // 4)
-    low = position.to(tl.uint32)
-    high = (position >> 32).to(tl.uint32)
-    w0, w1, w2, w3 = tl.philox(seed, group, low, high, 0)
-    word = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
-    # All 32 bits count: large noise, which decides for rare ids, comes from the smallest u.
-    u = tl.minimum(tl.maximum(word.to(tl.float32) * 2.0**-32, 2.0**-33), 1.0 - 2.0**-24)
-    # -log(1 - u), with the rounding of 1 - u taken out again (Kahan's log1p).
-    rest = 1.0 - u
-    exponential = tl.where(rest == 1.0, u, tl.log(rest) * (u / (rest - 1.0)))
-    return -tl.log(exponential)
-
-
-@triton.jit
-def _draw(
-    row_ptr,
-    vocab,
-    peak,
-    temperature,
-    threshold,  # i32 key
-    min_p,
-    seed,
-    position,
-    KEY_SHIFT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """The id whose score plus noise is largest among those that the filters allow."""
-    # Noise spans less than 26: an id this unlikely loses to the most likely one in any case.
-    cutoff = tl.log(tl.minimum(tl.maximum(min_p, _NEGLIGIBLE), 1.0))
-    best = tl.full([BLOCK_N], float("-inf"), tl.float32)
-    best_token = tl.zeros([BLOCK_N], tl.int32)
-    for start in range(0, vocab, BLOCK_N):
-        token, logit = load_tile(row_ptr, start, vocab, BLOCK_N)
-        score = (logit - peak) / temperature
-        allowed = (key_of(logit, KEY_SHIFT) >= threshold) & (score >= cutoff)
-        # Noise costs more than all else, and once a filter is on few tiles need any.
-        if tl.max(allowed.to(tl.int32), axis=0) > 0:
-            score += _gumbel(seed, position, start, BLOCK_N)
-            score = tl.where(allowed, score, float("-inf"))
-            best, best_token = keep_better(best, best_token, score, token)
-    _, token = best_lane(best, best_token)
-    return token
-
-
-@triton.jit(
-    # Only scalars are read through these: slices of a packed buffer must not recompile the kernel.
-    do_not_specialize=[
-        "tokens_ptr",
-        "logprobs_ptr",
-        "temperature_ptr",
-        "top_k_ptr",
-        "top_p_ptr",
-        "min_p_ptr",
-        "seeds_ptr",
-        "positions_ptr",
-    ]
-)
-def _sample_kernel(
-    tokens_ptr,  # i32 or i64[rows], out
-    logprobs_ptr,  # f32[rows], out; unused without HAS_LOGPROBS
-    logits_ptr,  # [rows, vocab]
-    temperature_ptr,  # f32[rows]
-    top_k_ptr,  # i32 or i64[rows]
-    top_p_ptr,  # f32[rows]
-    min_p_ptr,  # f32[rows]
-    seeds_ptr,  # i64[rows]
-    positions_ptr,  # i32 or i64[rows]
-    vocab,
-    logits_stride_row,
-    HAS_LOGPROBS: tl.constexpr,
-    KEY_SHIFT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    row_ptr = logits_ptr + row * logits_stride_row
-    peak, token, common = argmax(row_ptr, vocab, BLOCK_N)
-    temperature = tl.load(temperature_ptr + row)
-    if (temperature >= _GREEDY_BELOW) & (peak > float("-inf")):
-        # NVIDIA's fast division gives NaN for -inf over more than this.
-        temperature = tl.minimum(temperature, 2.0**126)
-        top_k = tl.load(top_k_ptr + row).to(tl.int64)
-        top_p = tl.load(top_p_ptr + row)
-        threshold = find_threshold(
-            row_ptr, vocab, peak, common, temperature, top_k, top_p, KEY_SHIFT, BLOCK_N
-        ).to(tl.int32)
-        min_p = tl.load(min_p_ptr + row)
-        seed = tl.load(seeds_ptr + row)
-        position = tl.load(positions_ptr + row).to(tl.int64)
-        token = _draw(
-            row_ptr, vocab, peak, temperature, threshold, min_p, seed, position, KEY_SHIFT, BLOCK_N
-        )
-    tl.store(tokens_ptr + row, token.to(tokens_ptr.dtype.element_ty))
-    if HAS_LOGPROBS:
-        tl.store(logprobs_ptr + row, log_softmax_at(row_ptr, vocab, peak, token, BLOCK_N))
-
-
 def _config(vocab: int) -> TileConfig:
-    # The choice ignores the batch: sums, and so tokens, must not depend on it.
+    """A slice of a row. The batch has no say: sums, and so tokens, must not depend on it."""
     block_n = min(max(triton.next_power_of_2(vocab), 128), 4096)
-    # One program a row: 8 elements a thread leave a small batch enough warps to hide latency.
-    return TileConfig(1, block_n, num_warps=max(block_n // 256, 1))
+    return TileConfig(1, block_n, num_warps=max(block_n // 1024, 1))
+
+
+def _group(vocab: int) -> int:
+    """How many neighbouring ids make a group."""
+    # 32 halves are two sectors of memory, the least worth reading again. With at most 8,192 groups
+    # a program of 8 warps keeps the largest logit of each in registers.
+    return max(32, triton.next_power_of_2(triton.cdiv(vocab, 8192)))
 
 
 def _check(
@@ -210,24 +115,48 @@ def _launch(
 ) -> None:
     rows, vocab = logits.shape
     config = select("sample", vocab, lambda: _config(vocab))
+    group = _group(vocab)
+    num_groups = triton.cdiv(vocab, group)
+    num_slices = triton.cdiv(vocab, config.block_n)
+    group_peaks = scratch((rows, num_groups), torch.float32, logits.device)
+    slices = scratch((rows, NUM_FIELDS.value, num_slices), torch.float32, logits.device)
+    lists = scratch((rows, NUM_LISTS.value, MAX_LISTED.value), torch.float32, logits.device)
+    per_row = (temperature, top_k, top_p, min_p, seeds, positions)
+    sizes = (vocab, num_groups, num_slices, logits.stride(0))
     launch(
-        _sample_kernel,
+        summary_kernel,
+        (rows * num_slices,),
+        group_peaks,
+        slices,
+        logits,
+        *per_row,
+        *sizes,
+        HAS_LOGPROBS=logprobs is not None,
+        GROUP=group,
+        BLOCK_N=config.block_n,
+        NOISE_N=min(config.block_n, 256 * config.num_warps),
+        num_warps=config.num_warps,
+        **early_launch(logits.device),
+    )
+    launch(
+        choice_kernel,
         (rows,),
         tokens,
         temperature if logprobs is None else logprobs,
+        lists,
+        group_peaks,
+        slices,
         logits,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        seeds,
-        positions,
-        vocab,
-        logits.stride(0),
+        *per_row,
+        *sizes,
         HAS_LOGPROBS=logprobs is not None,
         KEY_SHIFT=_KEY_SHIFT[logits.dtype],
-        BLOCK_N=config.block_n,
-        num_warps=config.num_warps,
+        GROUP=group,
+        GROUPS=triton.next_power_of_2(num_groups),
+        SLICES=triton.next_power_of_2(num_slices),
+        BLOCK_N=4096,
+        num_warps=8,
+        **early_launch(logits.device),
     )
 
 

@@ -37,7 +37,7 @@ class Case:
         self, device: torch.device, num_prompts: int = len(PROMPTS), **options: Any
     ) -> LLM:
         """Generates from the first `num_prompts` prompts at once, with `options` of the engine."""
-        llm = LLM(self.folder, device=device, dtype="float32", **options)
+        llm = LLM(self.folder, device=device, dtype="float32", warmup=False, **options)
         outputs = [
             llm.engine.add_request(str(index), prompt, GREEDY)
             for index, prompt in enumerate(PROMPTS[:num_prompts])

@@ -40,6 +40,27 @@ def examples(device: torch.device, tokens: int = 5) -> dict[str, tuple[Any, ...]
     return gated | {
         "rms_norm": (torch.zeros_like(x), x, weight, 1e-6, 1.0),
         "fused_add_rms_norm": (x.clone(), new(tokens, 80)[:, 16:], weight, 1e-6, 0.0),
+        "fused_gate_up": (
+            torch.zeros(tokens, 40, device=device), x, new(80, 96)[:, :64], new(80), "gelu_tanh",
+        ),
+        "fused_qk_norm_rope_cache": (
+            new(tokens, 144)[:, :128], steps(0, 3) % 16,
+            echokernels.rope_table(16, 8, device=device),
+            new(32), new(32), 1e-6, 2, 1, 32, True, k_cache, v_cache, steps(-1, 2), None, None,
+        ),
+        "fused_qkv_rope": (
+            torch.zeros(tokens, 128, device=device), x, new(128, 80)[:, :64], new(128),
+            steps(0, 3) % 16, echokernels.rope_table(16, 8, device=device), new(32), None, 1e-6,
+            2, 1, 32, True, k_cache, v_cache, steps(-1, 2), None, None,
+        ),
+        "rms_norm_quant": (
+            torch.zeros(tokens, 64, dtype=torch.int8, device=device), new(tokens, 2)[:, 0], x,
+            new(tokens, 80)[:, 16:], weight, 1e-6, 1.0,
+        ),
+        "silu_and_mul_quant": (
+            torch.zeros(tokens, 40, dtype=torch.int8, device=device), new(tokens, 2)[:, 0],
+            new(tokens, 96)[:, :80],
+        ),
         "rotary_embedding": (
             steps(0, 3) % 16, q, k, 32, echokernels.rope_table(16, 8, device=device), True,
         ),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from echokernels._target import INTERPRETED
 from echokernels.sampling import reference
-from echokernels.sampling.sample import _config, sample
+from echokernels.sampling.sample import _config, _group, sample
 from tests.ops import sampling_oracle as oracle
 from tests.ops.sampling_oracle import per_row, rows_of
 from tests.strategies import dtypes, generator, poisoned, randn, seeds, strided_randn
@@ -226,11 +226,12 @@ def test_a21_opcheck(device):
         torch.library.opcheck(overload, (tokens, logprobs, logits, *args))
 
 
-def test_config_covers_small_vocabularies_and_ignores_the_batch():
-    assert _config(5).block_n == 128
-    assert _config(1000).block_n == 1024
+def test_slices_hold_whole_groups_and_ignore_the_batch():
     assert _config(151_936) == _config(49_152)
-    assert all(_config(vocab).block_n % 4 == 0 for vocab in VOCABS)
+    for vocab in (*VOCABS, 49_152, 151_936, 2**18, 2**18 + 1, 2**24):
+        assert _config(vocab).block_n % _group(vocab) == 0
+        # What the second kernel keeps in registers.
+        assert -(-vocab // _group(vocab)) <= 8192
 
 
 @pytest.mark.gpu

@@ -5,15 +5,18 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from hypothesis import given
+from hypothesis import strategies as st
 
 from echokernels._launch import launch
 from echokernels._target import INTERPRETED
-from echokernels.sampling._row import argmax
+from echokernels.sampling._keys import key_of, search
+from echokernels.sampling._row import limits_count, load_tile
 from echokernels.sampling._threshold import find_threshold
 from echokernels.sampling.sample import sample
 from tests.ops import sampling_oracle as oracle
 from tests.ops.sampling_oracle import per_row
-from tests.strategies import generator, poisoned, randn
+from tests.strategies import generator, poisoned, randn, seeds
 
 
 def test_ties_with_the_last_id_are_kept(device):
@@ -32,9 +35,15 @@ def test_ties_with_the_last_id_are_kept(device):
 @triton.jit
 def _threshold_kernel(out_ptr, logits_ptr, vocab, top_k_ptr, top_p_ptr, BLOCK_N: tl.constexpr):
     row = tl.program_id(0)
-    peak, _, common = argmax(logits_ptr, vocab, BLOCK_N)
+    _, logit = load_tile(logits_ptr, 0, vocab, 1024)
+    peak = tl.max(logit, axis=0)
+    mass = tl.sum(tl.exp(logit - peak), axis=0)
     top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
-    key = find_threshold(logits_ptr, vocab, peak, common, 1.0, top_k, top_p, 16, BLOCK_N)
+    lowest = key_of(tl.full([], -3e38, tl.float32), 16)
+    limited = limits_count(top_k, vocab)
+    key = find_threshold(
+        logits_ptr, vocab, peak, lowest, 1.0, limited, top_k, top_p, mass, 16, BLOCK_N
+    )
     tl.store(out_ptr + row, key)
 
 
@@ -49,7 +58,6 @@ def test_thresholds_among_neighbouring_keys(device):
     filters += [(0, p) for p in (0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99, 0.9999)] + [(200, 0.8)]
     top_k, top_p = (torch.tensor(column, device=device) for column in zip(*filters, strict=True))
     out = poisoned(len(filters), dtype=torch.int64, device=device)
-    # Tiles of 128 make k both smaller and larger than a tile.
     launch(_threshold_kernel, (len(filters),), out, logits, 600, top_k, top_p, BLOCK_N=128)
     values = logits.double().cpu().numpy()
     keys = logits.view(torch.int16).int().cpu().numpy()
@@ -61,6 +69,35 @@ def test_thresholds_among_neighbouring_keys(device):
         kept = keys >= key
         assert np.array_equal(kept, loose) or np.array_equal(kept, tight)
         assert np.array_equal(loose, tight) or p == 0.9999
+
+
+@triton.jit
+def _search_kernel(out_ptr, keys_ptr, weights_ptr, low, high, target, slack, BLOCK_N: tl.constexpr):
+    lane = tl.arange(0, BLOCK_N)
+    key, weight = tl.load(keys_ptr + lane), tl.load(weights_ptr + lane)
+    tl.store(out_ptr, search(key, weight, low, high, target, slack))
+
+
+@given(
+    spread=st.sampled_from([3, 100, 2**16, 2**31 - 1]), share=st.floats(0.01, 1.0),
+    slack=st.sampled_from([1.0, 1.125]), seed=seeds,
+)  # fmt: skip
+def test_search_among_keys(device, spread, share, slack, seed):
+    if device.type == "cpu" and not INTERPRETED:
+        pytest.skip("no kernel runs here")
+    gen = generator(seed)
+    keys = torch.randint(-spread - 1, spread, (256,), generator=gen, dtype=torch.int32)
+    weights = torch.randint(1, 9, (256,), generator=gen).float()
+    target = max(share * float(weights.sum()), 1.0)
+    low, high = int(keys.min()), int(keys.max()) + 1
+    out = poisoned(1, dtype=torch.int32, device=device)
+    launch(
+        _search_kernel, (1,), out, keys.to(device), weights.to(device), low, high, target, slack,
+        BLOCK_N=256,
+    )  # fmt: skip
+    above = float(weights[keys >= out.item()].sum())
+    assert above >= target
+    assert above <= slack * target or float(weights[keys > out.item()].sum()) < target
 
 
 def test_top_k_beyond_a_tile_of_equal_logits(device):

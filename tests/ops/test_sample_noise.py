@@ -11,7 +11,8 @@ import triton.language as tl
 from echokernels._launch import launch
 from echokernels._target import INTERPRETED
 from echokernels.sampling import reference
-from echokernels.sampling.sample import _gumbel, sample
+from echokernels.sampling._noise import gumbel, uniform_at, uniform_from
+from echokernels.sampling.sample import sample
 from tests.ops import sampling_oracle as oracle
 from tests.ops.sampling_oracle import per_row
 from tests.strategies import poisoned
@@ -53,8 +54,9 @@ def test_noise_is_gumbel_far_into_its_tail():
 
 @triton.jit
 def _noise_kernel(out_ptr, seed_ptr, position_ptr, BLOCK_N: tl.constexpr):
-    noise = _gumbel(tl.load(seed_ptr), tl.load(position_ptr), BLOCK_N, BLOCK_N)
-    tl.store(out_ptr + tl.arange(0, BLOCK_N), noise)
+    seed, position, lane = tl.load(seed_ptr), tl.load(position_ptr), tl.arange(0, BLOCK_N)
+    tl.store(out_ptr + lane, gumbel(uniform_from(seed, position, BLOCK_N, BLOCK_N)))
+    tl.store(out_ptr + BLOCK_N + lane, gumbel(uniform_at(seed, position, BLOCK_N + lane)))
 
 
 @pytest.mark.parametrize("position", [0, 131_071, 2**40 + 3])
@@ -63,11 +65,12 @@ def test_noise_of_the_kernel(device, seed, position):
     if device.type == "cpu" and not INTERPRETED:
         pytest.skip("no kernel runs here")
     block_n = 4096
-    out = poisoned(block_n, dtype=torch.float32, device=device)
+    out = poisoned(2, block_n, dtype=torch.float32, device=device)
     scalars = (torch.tensor([value], device=device) for value in (seed, position))
     launch(_noise_kernel, (1,), out, *scalars, BLOCK_N=block_n)
     row = oracle.Row(np.zeros(2 * block_n), 1.0, seed=seed, position=position)
-    np.testing.assert_allclose(out.cpu().numpy(), oracle.noise(row)[block_n:], rtol=0, atol=5e-6)
+    for noise in out.cpu().numpy():
+        np.testing.assert_allclose(noise, oracle.noise(row)[block_n:], rtol=0, atol=5e-6)
 
 
 FILTERS = [{}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 4, "top_p": 0.8}]
