@@ -182,6 +182,6 @@ def fused_gate_up(
     if out is None:
         check_dim("x", x, 2)
         check_dim("weight", weight, 2)
-        out = torch.empty(x.shape[0], weight.shape[0] // 2, dtype=x.dtype, device=x.device)
+        out = x.new_empty(x.shape[0], weight.shape[0] // 2)
     _fused_gate_up(out, x, weight, bias, activation)
     return out

@@ -197,6 +197,6 @@ def gelu_tanh_and_mul(x: torch.Tensor, out: torch.Tensor | None = None) -> torch
 def _gated(op: Callable[..., None], x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     if out is None:
         check_dim("x", x, 2)
-        out = torch.empty(x.shape[0], x.shape[1] // 2, dtype=x.dtype, device=x.device)
+        out = x.new_empty(x.shape[0], x.shape[1] // 2)
     op(out, x)
     return out

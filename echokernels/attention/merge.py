@@ -201,8 +201,10 @@ def merge_attn_states(
     Raises ValueError or TypeError for arguments that do not fit.
     """
     if out is None:
-        out = torch.empty(prefix_out.shape, dtype=prefix_out.dtype, device=prefix_out.device)
+        out = torch.empty_like(prefix_out, memory_format=torch.contiguous_format)
     if out_lse is None:
-        out_lse = torch.empty(prefix_lse.shape, dtype=torch.float32, device=prefix_out.device)
+        out_lse = torch.empty_like(
+            prefix_lse, dtype=torch.float32, memory_format=torch.contiguous_format
+        )
     _merge_attn_states(out, out_lse, prefix_out, prefix_lse, suffix_out, suffix_lse)
     return out, out_lse

@@ -333,7 +333,7 @@ def fused_qkv_rope(
     if out is None:
         check_dim("x", x, 2)
         check_dim("weight", weight, 2)
-        out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
+        out = x.new_empty(x.shape[0], weight.shape[0])
     _fused_qkv_rope(
         out,
         x,

@@ -235,7 +235,7 @@ def rms_norm(
     Raises ValueError or TypeError for shapes, strides, devices or dtypes that do not fit.
     """
     if out is None:
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
     _rms_norm(out, x, weight, eps, weight_offset)
     return out
 

@@ -205,7 +205,7 @@ def rms_norm_quant(
     float8_e4m3fn on a GPU without it.
     """
     if out is None:
-        out = torch.empty(x.shape, dtype=dtype, device=x.device)
+        out = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     if scale is None:
         scale = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     _rms_norm_quant(out, scale, x, residual, weight, eps, weight_offset)

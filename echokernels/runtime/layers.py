@@ -198,7 +198,7 @@ class Attention(nn.Module):
         self.softmax_scale = head_dim**-0.5
 
     def forward(self, q: torch.Tensor, cache: KVCache, metadata: AttentionMetadata) -> torch.Tensor:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
         num_decodes = 0
         if (decodes := metadata.decodes) is not None:
             num_decodes = decodes.seqused_k.shape[0]
