@@ -59,8 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console()
     _measure([contender for pair in pairs for contender in pair], args.rounds, console)
     rows = [row for pair in pairs for row in _compare(*pair)]
-    with ResultsFile(args.out, provenance(torch.device("cpu"))) as results:
-        results.write(rows)
+    ResultsFile(args.out, provenance(torch.device("cpu"))).write(rows)
     for row in rows:
         speed = "" if row.rate is None else f"{row.rate:.1f} {row.unit}"
         console.print(f"{row.case}, {row.impl}: {speed} {row.note}", highlight=False)

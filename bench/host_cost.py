@@ -40,18 +40,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     common = provenance(device)
     path = args.out or default_path("host", common["gpu"], args.quick)
     add = _add(device)
-    with ResultsFile(path, common) as results:
-        [us] = host_us([add], device)
-        case_name = f"T{TOKENS}_H{HIDDEN}"
-        rows = [Row("add", case_name, "torch", host_us=us, rate=1.0, unit=UNIT, ok=True)]
-        results.write(rows)
+    results = ResultsFile(path, common, keep=session.is_partial(args))
+    [us] = host_us([add], device)
+    case_name = f"T{TOKENS}_H{HIDDEN}"
+    rows = [Row("add", case_name, "torch", host_us=us, rate=1.0, unit=UNIT, ok=True)]
+    results.write(rows)
 
-        def measure(case: Case) -> list[Row]:
-            of_case = check_and_time(case, device, partial(_figures, add, device), lambda x: [x])
-            results.write(of_case)
-            return of_case
+    def measure(case: Case) -> list[Row]:
+        of_case = check_and_time(case, device, partial(_figures, add, device), lambda x: [x])
+        results.write(of_case)
+        return of_case
 
-        rows += session.measure_all(selected, measure, console)
+    rows += session.measure_all(selected, measure, console)
     for op, of_op in groupby(rows, lambda row: row.op):
         console.print(table(op, list(of_op)), "")
     console.print(f"us of the host ({UNIT})\n{', '.join(f'{k} {v}' for k, v in common.items())}")

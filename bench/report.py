@@ -4,7 +4,7 @@ import csv
 from collections.abc import Iterator
 from itertools import groupby
 
-from bench.results import OURS, RESULTS
+from bench.results import CEILING, OURS, RESULTS
 
 INTRODUCTION = """\
 # Performance
@@ -44,18 +44,19 @@ def _device(rows: list[Row]) -> Iterator[str]:
     first = rows[0]
     yield f"## {first['gpu']}, torch {first['torch']}, Triton {first['triton']}\n"
     for commit, group in groupby(rows, lambda row: row["commit"]):
-        ceilings = [row for row in group if row["op"] == "ceiling"]
+        ceilings = [row for row in group if row["op"] == CEILING]
         if ceilings:
             figures = ", ".join(f"{row['case']} {row['rate']} {row['unit']}" for row in ceilings)
             yield f"Ceilings at commit {commit[:7]}: {figures}.\n"
     for op, group in groupby(rows, lambda row: row["op"]):
-        if op != "ceiling":
+        if op != CEILING:
             yield from _table(op, list(group))
 
 
 def _table(op: str, rows: list[Row]) -> Iterator[str]:
     impls = list(dict.fromkeys(row["impl"] for row in rows))
-    yield f"### {op} (commit {rows[0]['commit'][:7]})\n"
+    commits = dict.fromkeys(row["commit"][:7] for row in rows)
+    yield f"### {op} (commit {' and '.join(commits)})\n"
     yield from _header("case", impls)
     for case, group in groupby(rows, lambda row: row["case"]):
         cells = {row["impl"]: row for row in group}

@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
+from itertools import groupby
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
@@ -16,6 +17,7 @@ import triton
 from rich.table import Table
 
 OURS = "echo"
+CEILING = "ceiling"  # as an op: what the device can do
 RESULTS = Path(__file__).parent / "results"
 _ROOT = Path(__file__).parent.parent
 
@@ -74,27 +76,62 @@ def commit() -> str:
 
 
 class ResultsFile:
-    """A CSV file that holds every row written so far, whatever happens next."""
+    """A CSV file that holds every row written so far, whatever happens next.
 
-    def __init__(self, path: Path, common: Mapping[str, str]) -> None:
+    With `keep` the rows of an older file stay, except those of cases that are measured again, which
+    the new ones replace in their place; and its ceilings, while there are rows of their commit.
+    """
+
+    def __init__(self, path: Path, common: Mapping[str, str], *, keep: bool = False) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._common = common
-        self._file = path.open("w", newline="")
-        names = [*(field.name for field in fields(Row)), *common]
-        self._writer = csv.DictWriter(self._file, names, lineterminator="\n")
-        self._writer.writeheader()
+        self._path, self._common = path, common
+        self._lines = _read_lines(path) if keep and path.exists() else []
+        self._save()
 
     def write(self, rows: Iterable[Row]) -> None:
-        for row in rows:
-            values = {name: _text(value) for name, value in asdict(row).items()}
-            self._writer.writerow({**values, **self._common})
-        self._file.flush()
+        """`rows` are all of their cases."""
+        lines = [
+            {**{name: _text(value) for name, value in asdict(row).items()}, **self._common}
+            for row in rows
+        ]
+        for key, of_case in groupby(lines, _case_of):
+            self._replace(key, list(of_case))
+        self._save()
 
-    def __enter__(self) -> "ResultsFile":
-        return self
+    def _replace(self, key: tuple[str, ...], lines: list[dict[str, Any]]) -> None:
+        same_op = [index for index, line in enumerate(self._lines) if line["op"] == key[0]]
+        same_case = [index for index in same_op if _case_of(self._lines[index]) == key]
+        end = same_op[-1] + 1 if same_op else len(self._lines)
+        start = same_case[0] if same_case else end
+        before = self._lines[:start]
+        after = [line for line in self._lines[start:] if _case_of(line) != key]
+        self._lines = [*before, *lines, *after]
 
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
+    def _save(self) -> None:
+        commits = {line.get("commit") for line in self._lines if line["op"] != CEILING}
+        commits.add(self._common.get("commit"))
+        names = [*(field.name for field in fields(Row)), *self._common]
+        lines = [
+            line for line in self._lines if line["op"] != CEILING or line.get("commit") in commits
+        ]
+        # At once: a file that is half written would lose what was there before.
+        temporary = self._path.with_suffix(".partial")
+        with temporary.open("w", newline="") as file:
+            writer = csv.DictWriter(file, names, lineterminator="\n", extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows(lines)
+        temporary.replace(self._path)
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _case_of(line: Mapping[str, Any]) -> tuple[str, ...]:
+    """What is measured together. Ceilings are those of a commit."""
+    of_commit = [line.get("commit", "")] if line["op"] == CEILING else []
+    return (line["op"], line["case"], *of_commit)
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -1,7 +1,8 @@
 """Measures the ops beside their peers, in one process: `python -m bench.run`.
 
 Every result is checked first, and a wrong one gets no time. Prints a table for each op and writes a
-CSV file, case by case. Exits with 1 if one of our own results was wrong or missing.
+CSV file, case by case; with --op or --filter the other cases of the file stay in it. Exits with 1
+if one of our own results was wrong or missing.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from bench import ceilings, libraries, session
 from bench.case import Case
 from bench.measure import measure_case
 from bench.ops import FULL, QUICK, cases
-from bench.results import OURS, ResultsFile, Row, default_path, provenance, table
+from bench.results import CEILING, OURS, ResultsFile, Row, default_path, provenance, table
 
 LEGEND = "us by graph replay, inputs not in the L2 (TB/s or TFLOP/s, share of the ceiling)"
 
@@ -36,22 +37,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     common = provenance(device)
     path = args.out or default_path("ops", common["gpu"], args.quick)
-    with ResultsFile(path, common) as results:
-        highest = ceilings.measure(device, args.quick)
-        rows = [
-            Row("ceiling", f"{c.kind} {c.case}", "device", c.us, rate=c.rate, unit=c.unit, ok=True)
-            for c in highest.values()
-        ]
-        results.write(rows)
+    results = ResultsFile(path, common, keep=session.is_partial(args))
+    highest = ceilings.measure(device, args.quick)
+    rows = [
+        Row(CEILING, f"{c.kind} {c.case}", "device", c.us, rate=c.rate, unit=c.unit, ok=True)
+        for c in highest.values()
+    ]
+    results.write(rows)
 
-        def measure(case: Case) -> list[Row]:
-            if not args.quick:
-                torch.compiler.reset()  # else earlier shapes count as recompilations, up to a limit
-            of_case = measure_case(case, device, highest)
-            results.write(of_case)
-            return of_case
+    def measure(case: Case) -> list[Row]:
+        if not args.quick:
+            torch.compiler.reset()  # else earlier shapes count as recompilations, up to a limit
+        of_case = measure_case(case, device, highest)
+        results.write(of_case)
+        return of_case
 
-        rows += session.measure_all(selected, measure, console)
+    rows += session.measure_all(selected, measure, console)
     for op, of_op in groupby(rows, lambda row: row.op):
         console.print(table(op, list(of_op)), "")
     console.print(f"{LEGEND}\n{', '.join(f'{k} {v}' for k, v in common.items())}\n{path}")

@@ -38,6 +38,11 @@ def is_selected(args: argparse.Namespace, op: str, case: str) -> bool:
     return (not args.op or op in args.op) and args.filter in f"{op} {case}"
 
 
+def is_partial(args: argparse.Namespace) -> bool:
+    """Whether `--op` or `--filter` leaves anything out."""
+    return bool(args.op or args.filter)
+
+
 def select(
     parser: argparse.ArgumentParser, args: argparse.Namespace, registry: Iterable[Case]
 ) -> list[Case]:

@@ -165,9 +165,42 @@ def test_rotated_inputs_exceed_the_l2_twice(monkeypatch):
 
 
 def test_rows_are_on_disk_before_the_file_is_closed(tmp_path):
-    with results.ResultsFile(tmp_path / "x.csv", {"gpu": "none"}) as file:
-        file.write([results.Row("op", "case", "echo")])
-        assert (tmp_path / "x.csv").read_text().splitlines()[1] == "op,case,echo,,,,,,False,,,none"
+    file = results.ResultsFile(tmp_path / "x.csv", {"gpu": "none"})
+    file.write([results.Row("op", "case", "echo")])
+    assert (tmp_path / "x.csv").read_text().splitlines()[1] == "op,case,echo,,,,,,False,,,none"
+    assert [path.name for path in tmp_path.iterdir()] == ["x.csv"]
+
+
+def test_a_partial_run_keeps_the_other_rows_of_a_file(tmp_path):
+    def lines():
+        return [
+            (row["op"], row["case"], row["impl"], row["commit"])
+            for row in csv.DictReader((tmp_path / "x.csv").open())
+        ]
+
+    def rows(op, case, *impls):
+        return [results.Row(op, case, impl) for impl in impls]
+
+    def run(commit, *cases, keep=True):
+        file = results.ResultsFile(tmp_path / "x.csv", {"commit": commit}, keep=keep)
+        for case in (("ceiling", "copy", "device"), *cases):
+            file.write(rows(*case))
+
+    run("a", ("norm", "T1", "echo", "liger"), ("norm", "T2", "echo"), ("rope", "T1", "echo"))
+    run("b", ("norm", "T1", "echo"), ("norm", "T3", "echo"), ("new", "T1", "echo"))
+    assert lines() == [
+        ("ceiling", "copy", "device", "a"),
+        ("ceiling", "copy", "device", "b"),
+        ("norm", "T1", "echo", "b"),
+        ("norm", "T2", "echo", "a"),
+        ("norm", "T3", "echo", "b"),
+        ("rope", "T1", "echo", "a"),
+        ("new", "T1", "echo", "b"),
+    ]
+    run("c", ("norm", "T2", "echo"), ("rope", "T1", "echo"))
+    assert {commit for *_, commit in lines()} == {"b", "c"}
+    run("d", ("norm", "T1", "echo"), keep=False)
+    assert lines() == [("ceiling", "copy", "device", "d"), ("norm", "T1", "echo", "d")]
 
 
 def test_files_are_read_as_they_were_written(tmp_path):
@@ -175,8 +208,7 @@ def test_files_are_read_as_they_were_written(tmp_path):
         results.Row("op", "case", "echo", 1.5, None, 2.0, "TB/s", 0.5, ok=True, error=0.0),
         results.Row("op", "case", "peer", note="failed: no such luck"),
     ]
-    with results.ResultsFile(tmp_path / "x.csv", {"gpu": "none"}) as file:
-        file.write(rows)
+    results.ResultsFile(tmp_path / "x.csv", {"gpu": "none"}).write(rows)
     assert results.read_rows(tmp_path / "x.csv") == rows
 
 
@@ -237,8 +269,7 @@ def test_compare_measures_anew(tmp_path, capsys, old_us, status):
     old = results.Row("rms_norm", "T1_H64", "echo", old_us, share=1e-9, ok=True)
     gone = replace(old, case="T1_H63")
     unselected = replace(old, op="silu_and_mul")
-    with results.ResultsFile(path, {}) as file:
-        file.write([old, gone, unselected])
+    results.ResultsFile(path, {}).write([old, gone, unselected])
     arguments = ["--device", "cpu", "--quick", "--op", "rms_norm", "--against", str(path)]
     assert compare.main(arguments) == status
     output = capsys.readouterr().out
@@ -252,8 +283,7 @@ def test_compare_needs_something_to_compare(tmp_path, capsys):
     with pytest.raises(SystemExit):
         compare.main(["--device", "cpu", "--quick", "--against", str(tmp_path / "none.csv")])
     assert "which does not exist" in capsys.readouterr().err
-    with results.ResultsFile(tmp_path / "empty.csv", {}):
-        pass
+    results.ResultsFile(tmp_path / "empty.csv", {})
     arguments = ["--device", "cpu", "--quick", "--op", "rms_norm"]
     assert compare.main([*arguments, "--against", str(tmp_path / "empty.csv")]) == 1
 
