@@ -26,6 +26,7 @@ class Peer:
 
     prepare: Callable[..., Call]
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    tolerance: float | None = None  # instead of the case's, for one that rounds more often
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,12 @@ class Case:
 
 def ours(case: Case) -> Peer:
     """Our implementation in the form of a peer."""
-    return Peer(lambda *inputs: partial(case.run, *inputs))
+    return returning(case.run)
+
+
+def returning(function: Callable[..., Outputs], tolerance: float | None = None) -> Peer:
+    """Of a function that takes the inputs of a case and returns its outputs."""
+    return Peer(lambda *inputs: partial(function, *inputs), tolerance=tolerance)
 
 
 def mutating(function: Callable[..., object], *arguments: Any, outputs: Outputs) -> Call:

@@ -22,7 +22,7 @@ from bench.case import Case, Peer, mutating
 from bench.inputs import randn
 from bench.measure import check_and_time
 from bench.ops import FULL, QUICK, cases
-from bench.results import OURS, ResultsFile, Row, default_path, provenance, table
+from bench.results import OURS, ResultsFile, Row, default_path, provenance
 from bench.timing import Call, host_us
 
 UNIT = "x torch.add"
@@ -52,11 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return of_case
 
     rows += session.measure_all(selected, measure, console)
-    for op, of_op in groupby(rows, lambda row: row.op):
-        console.print(table(op, list(of_op)), "")
-    console.print(f"us of the host ({UNIT})\n{', '.join(f'{k} {v}' for k, v in common.items())}")
-    console.print(str(path))
-    return int(any(row.impl == OURS and not row.ok for row in rows))
+    return session.conclude(rows, path, f"us of the host ({UNIT})", common, console)
 
 
 def host_cases(quick: bool) -> list[Case]:

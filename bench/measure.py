@@ -61,8 +61,9 @@ def _check(case: Case, implementations: Mapping[str, Peer], inputs: Inputs) -> d
         except Exception as failure:
             verdicts[name] = _failed(case, name, failure)
             continue
-        ok = error <= case.tolerance
-        note = "" if ok else f"wrong: error {error:.1e}, must be at most {case.tolerance:.1e}"
+        most = case.tolerance if peer.tolerance is None else peer.tolerance
+        ok = error <= most
+        note = "" if ok else f"wrong: error {error:.1e}, must be at most {most:.1e}"
         verdicts[name] = Row(case.op, case.name, name, ok=ok, error=error, note=note)
     return verdicts
 

@@ -25,7 +25,7 @@ EPS = 1e-6
 INT8, BF16, FP32 = 1, 2, 4  # bytes of an element
 # The largest relative errors of a row that are right.
 ROUNDED = 2.0**-7  # a rounding to bf16 costs up to 2^-8, and plain formulas round twice
-QUANTISED = 2.5e-2  # of codes: libraries round to bf16 first, so many of theirs are off by 1
+QUANTISED = 2.0**-7  # of codes: where rounding is to nearest, few are off, and those by 1
 ATTENTION = 2e-2  # weights are rounded to bf16 before the second product
 EXACT = 0.0
 SAMPLED = (torch.float32, torch.bfloat16)  # dtypes of logits

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import echokernels
-from bench.case import Outputs, Peer, mutating
+from bench.case import Outputs, Peer, mutating, returning
 from bench.inputs import Sequence, split_heads
 from bench.timing import Call
 
@@ -27,12 +27,12 @@ def formula_peers(
     formula: Callable[..., Outputs], compile_modes: tuple[str, ...], suffix: str = ""
 ) -> dict[str, Peer]:
     """`torch`, and one `compile` for each mode."""
-    peers = {f"torch{suffix}": _bound(formula)}
+    peers = {f"torch{suffix}": returning(formula)}
     for mode in compile_modes:
         name = "compile" if mode == "default" else f"compile-{mode}"
         # With fullgraph a fallback to eager is an error and not a slow figure.
         compiled = torch.compile(formula, fullgraph=True, dynamic=False, mode=mode)
-        peers[name + suffix] = _bound(compiled)
+        peers[name + suffix] = returning(compiled)
     return peers
 
 
@@ -98,7 +98,3 @@ def _rotary(positions: Tensor, query: Tensor, key: Tensor, table: Tensor) -> Cal
 
 def _page_write(*inputs: Tensor) -> Call:
     return mutating(echokernels.reshape_and_cache, *inputs, outputs=inputs[2:4])
-
-
-def _bound(function: Callable[..., Outputs]) -> Peer:
-    return Peer(lambda *inputs: partial(function, *inputs))

@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 
 import echokernels
 from bench import formulas, inputs
-from bench.case import Case, Inputs, Outputs, Peer
+from bench.case import Case, Inputs, Outputs, returning
 from bench.checks import against
 from bench.inputs import randn, split_heads
 from bench.suites import Layer, Suite
@@ -39,8 +39,8 @@ def _fused_gate_up(name: str, layer: Layer, tokens: int) -> Case:
         num_bytes=(rows * layer.hidden + tokens * (layer.hidden + layer.intermediate)) * BF16,
         ceiling="read",
         peers={
-            "torch": _bound(_gate_up),
-            "linear+echo": _bound(lambda x, weight: echokernels.silu_and_mul(linear(x, weight))),
+            "torch": returning(_gate_up),
+            "linear+echo": returning(lambda x, weight: echokernels.silu_and_mul(linear(x, weight))),
         },
     )
 
@@ -72,8 +72,8 @@ def _fused_qkv_rope(name: str, layer: Layer, tokens: int) -> Case:
         num_bytes=(rows * layer.hidden + tokens * (layer.hidden + rows)) * BF16,
         ceiling="read",
         peers={
-            "torch": _bound(_qkv_rope),
-            "linear+echo": _bound(partial(_with_epilogue, _linear_then_epilogue, layer)),
+            "torch": returning(_qkv_rope),
+            "linear+echo": returning(partial(_with_epilogue, _linear_then_epilogue, layer)),
         },
     )
 
@@ -118,7 +118,3 @@ def _qkv_rope(x: Tensor, weight: Tensor, *epilogue: Any) -> Outputs:
 def _weight(device: torch.device, rows: int, columns: int) -> Tensor:
     """Its products with a random x have a standard deviation of 1."""
     return randn(device, rows, columns) / columns**0.5
-
-
-def _bound(function: Callable[..., Outputs]) -> Peer:
-    return Peer(lambda *inputs: partial(function, *inputs))

@@ -9,7 +9,6 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -18,7 +17,7 @@ from bench import ceilings, libraries, session
 from bench.case import Case
 from bench.measure import measure_case
 from bench.ops import FULL, QUICK, cases
-from bench.results import CEILING, OURS, ResultsFile, Row, default_path, provenance, table
+from bench.results import CEILING, ResultsFile, Row, default_path, provenance
 
 LEGEND = "us by graph replay, inputs not in the L2 (TB/s or TFLOP/s, share of the ceiling)"
 
@@ -53,10 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return of_case
 
     rows += session.measure_all(selected, measure, console)
-    for op, of_op in groupby(rows, lambda row: row.op):
-        console.print(table(op, list(of_op)), "")
-    console.print(f"{LEGEND}\n{', '.join(f'{k} {v}' for k, v in common.items())}\n{path}")
-    return int(any(row.impl == OURS and not row.ok for row in rows))
+    return session.conclude(rows, path, LEGEND, common, console)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,7 +1,9 @@
 """What the commands that measure the registry share: arguments, the device, the loop over cases."""
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from itertools import groupby
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -9,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bench.case import Case
 from bench.ops import QUICK, cases
-from bench.results import Row
+from bench.results import OURS, Row, table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,6 +57,16 @@ def select(
 def open_console() -> Console:
     # A pipe has no width; the tables need this much.
     return Console(width=None if Console().is_terminal else 200)
+
+
+def conclude(
+    rows: list[Row], path: Path, legend: str, common: Mapping[str, str], console: Console
+) -> int:
+    """Prints a table for each op. The exit status: 1 if a result of our own is wrong or missing."""
+    for op, of_op in groupby(rows, lambda row: row.op):
+        console.print(table(op, list(of_op)), "")
+    console.print(f"{legend}\n{', '.join(f'{k} {v}' for k, v in common.items())}\n{path}")
+    return int(any(row.impl == OURS and not row.ok for row in rows))
 
 
 def measure_all(

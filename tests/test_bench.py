@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench import compare, host_cost, libraries, results, timing
-from bench.case import Case, Peer, error_of, ours
+from bench.case import Case, Peer, error_of, ours, returning
 from bench.ceilings import Ceiling
 from bench.checks import MOST_DEVIATIONS, drawn_by_probability, most_likely, row_error
 from bench.inputs import ragged_lengths, sampling
@@ -69,6 +69,19 @@ def test_a_wrong_result_gets_no_time():
     assert mine.note.startswith("wrong: error ")
     assert peer.ok
     assert peer.graph_us is not None
+
+
+def test_a_peer_that_rounds_more_has_its_own_tolerance():
+    case = quick_case("rms_norm")
+
+    def coarse(x, weight, eps):
+        return case.run(x, weight, eps) * 1.01
+
+    peers = {"strict": returning(coarse), "lenient": returning(coarse, tolerance=0.02)}
+    oks = [row.ok for row in measure_case(replace(case, peers=peers), CPU, CEILINGS)]
+    assert oks == [True, False, True]
+    [mine, *_] = measure_case(replace(case, run=coarse, peers=peers), CPU, CEILINGS)
+    assert not mine.ok
 
 
 def test_an_unwritten_output_is_wrong():
