@@ -28,8 +28,7 @@ _MOST_REPLAYS = 2048
 _knobs = triton.knobs.runtime
 _enter, _exit = _knobs.launch_enter_hook, _knobs.launch_exit_hook
 
-
-# Its arguments differ between versions of Triton: only where a GPU has tested them.
+# The C launcher's arguments differ between versions of Triton: only where a GPU has tested them.
 _calls_c_launcher = triton.__version__.startswith("3.6.") and not torch.version.hip
 
 
@@ -119,15 +118,24 @@ def _make_replay(recording: Recording, tensors: Sequence[torch.Tensor | None]) -
     sources = [*tensors, *recording.scratch]
     device = next(t.get_device() for t in tensors if t is not None)
     scratch = [(tuple(s.shape), s.dtype, s.device) for s in recording.scratch]
-    run = _launch_one if len(recording.launches) == 1 else _launch_all
     steps = [_step(launch, sources) for launch in recording.launches]
-    replay = run(steps, device)
+    replay = _launch_plain(steps[0], device) if _is_plain(steps) else _launch_all(steps, device)
     if scratch:
         replay = _with_scratch(replay, scratch)
     return replay if torch.cuda.device_count() == 1 else _on_device(replay, device)
 
 
-def _step(launch: Launch, sources: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
+class _Step(NamedTuple):
+    """run(*grid, stream, *head, *template with the pointers of `slots`)."""
+
+    run: Callable[..., None]
+    head: tuple[Any, ...]
+    grid: tuple[int, ...]
+    template: list[Any]
+    slots: list[_Slot]
+
+
+def _step(launch: Launch, sources: Sequence[torch.Tensor | None]) -> _Step:
     compiled, grid, values = launch
     template, slots = list(values), []
     for index, value in enumerate(values):
@@ -138,7 +146,7 @@ def _step(launch: Launch, sources: Sequence[torch.Tensor | None]) -> tuple[Any, 
         else:
             continue
         template[index] = None
-    return (*_entry(compiled), (*grid, 1, 1)[:3], template, slots)
+    return _Step(*_entry(compiled), (*grid, 1, 1)[:3], template, slots)
 
 
 def _entry(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
@@ -180,10 +188,14 @@ def _launch_nothing(*_: int) -> None:
     pass
 
 
-def _launch_one(steps: list[tuple[Any, ...]], device: int) -> Replay:
-    ((run, head, grid, template, slots),) = steps
-    if any(slot.offset or slot.descriptor is not None for slot in slots):
-        return _launch_all(steps, device)
+def _is_plain(steps: list[_Step]) -> bool:
+    """One launch, and pointers go to it as they are."""
+    return len(steps) == 1 and not any(s.offset or s.descriptor is not None for s in steps[0].slots)
+
+
+def _launch_plain(step: _Step, device: int) -> Replay:
+    """What `_launch_all` does with a plain launch, at less cost: nearly every small op is one."""
+    run, head, grid, template, slots = step
     places = [(slot.place, slot.source) for slot in slots]
     current_stream = torch._C._cuda_getCurrentRawStream
 
@@ -196,7 +208,7 @@ def _launch_one(steps: list[tuple[Any, ...]], device: int) -> Replay:
     return replay
 
 
-def _launch_all(steps: list[tuple[Any, ...]], device: int) -> Replay:
+def _launch_all(steps: list[_Step], device: int) -> Replay:
     def replay(*pointers: int) -> None:
         stream = torch._C._cuda_getCurrentRawStream(device)
         for run, head, grid, template, slots in steps:

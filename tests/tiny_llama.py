@@ -25,7 +25,6 @@ TINY: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": 0,
 }
-EOS_ID = 0
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|user|>{{ message.content }}{% endfor %}"
     "{% if add_generation_prompt %}<|bot|>{% endif %}"

@@ -178,9 +178,11 @@ def fused_qk_norm_rope_cache(
     q, k, v = _split_heads(qkv, head_dim).split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     in_table = ((positions >= 0) & (positions < cos_sin_cache.shape[0]))[:, None, None]
     for heads, weight in ((q, q_weight), (k, k_weight)):
+        if weight is None:
+            rotary_embedding(positions, heads, None, head_dim, cos_sin_cache, is_neox)
+            continue
         new = accumulable(heads)
-        if weight is not None:
-            new = torch.nn.functional.rms_norm(new, (head_dim,), weight.to(new.dtype), eps)
+        new = torch.nn.functional.rms_norm(new, (head_dim,), weight.to(new.dtype), eps)
         rotary_embedding(positions, new, None, head_dim, cos_sin_cache, is_neox)
         heads.copy_(torch.where(in_table, new.to(heads.dtype), heads))
     if k_cache is not None and v_cache is not None and slot_mapping is not None:
