@@ -79,9 +79,8 @@ def _rotary_embedding_kernel(
 
 def _config(half: int) -> TileConfig:
     block_half = triton.next_power_of_2(half)
-    # 512 pairs of queries and their part of the keys: on an H200 1, 32, 1,024 and 16,384 tokens of
-    # 32 + 8 heads of 128 columns take 1.1, 1.4, 6.3 and 84.1 us (96% of a copy's rate); with 2,048
-    # pairs 1.4, 1.8, 7.4 and 87.3; with 256 pairs 16,384 tokens take 159.
+    # 512 pairs of queries and their part of the keys, over two warps: more pairs made a few tokens
+    # slower on an H200, and half as many took almost twice as long for 16,384 tokens.
     return TileConfig(max(1, 512 // block_half), block_half, num_warps=2)
 
 

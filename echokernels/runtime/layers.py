@@ -137,9 +137,9 @@ class GateUpProjection(PackedLinear):
 def fuses_projections(x: torch.Tensor) -> bool:
     """Whether a projection of x and what follows it are faster as one kernel.
 
-    On a GPU and up to FUSED_TOKENS tokens, where reading the weights takes the time; see
-    `fused_gate_up` and `fused_qkv_rope` in docs/performance.md. With more tokens the GEMM of
-    PyTorch's library is faster, as it is in fp32.
+    On a GPU and up to FUSED_TOKENS tokens, where reading the weights takes the time: the table is
+    in docs/log.md ("Projections with fused epilogues"). With more tokens the GEMM of PyTorch's
+    library is faster. Exact fp32 products stay with it too: ours do not use tensor cores.
     """
     return x.is_cuda and x.shape[0] <= FUSED_TOKENS and x.dtype != torch.float32
 
