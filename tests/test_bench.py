@@ -212,6 +212,8 @@ def test_a_partial_run_keeps_the_other_rows_of_a_file(tmp_path):
     ]
     run("c", ("norm", "T2", "echo"), ("rope", "T1", "echo"))
     assert {commit for *_, commit in lines()} == {"b", "c"}
+    run("d")
+    assert ("ceiling", "copy", "device", "d") in lines()
     run("d", ("norm", "T1", "echo"), keep=False)
     assert lines() == [("ceiling", "copy", "device", "d"), ("norm", "T1", "echo", "d")]
 

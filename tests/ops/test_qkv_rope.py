@@ -299,5 +299,6 @@ def test_tokens_are_split_while_whole_heads_leave_sms_idle():
 
     assert [block(n, 32) for n in (1, 16, 17, 32, 64, 65, 4096)] == [16, 16, 16, 16, 16, 32, 128]
     assert [block(n, 48) for n in (32, 64, 4096)] == [16, 32, 128]
+    assert [block(64, heads) for heads in (33, 34)] == [16, 32]  # 132 SMs
     assert [block(n, 32, whole_heads=False) for n in (32, 64)] == [32, 64]
     assert block(4096, 32, head_dim=256) == 64
