@@ -6,6 +6,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 
 @contextmanager
@@ -17,18 +21,8 @@ def progress_bar(total: int, shown: bool) -> Iterator[Callable[[int, int], None]
     if not shown or not sys.stderr.isatty():
         yield lambda _done, _new_tokens: None
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (
-        TextColumn("requests"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[rate]:.1f} tokens/s"),
-    )
     start, num_tokens = time.perf_counter(), 0
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with _bar("requests", "{task.fields[rate]:.1f} tokens/s") as progress:
         task = progress.add_task("", total=total, rate=0.0)
 
         def show(done: int, new_tokens: int) -> None:
@@ -46,10 +40,15 @@ def warmup_bar() -> Iterator[Callable[[int, int], None]]:
     if not sys.stderr.isatty():
         yield lambda _done, _total: None
         return
+    with _bar("warm-up") as progress:
+        task = progress.add_task("", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def _bar(label: str, *more: str) -> Progress:
+    # Here, for nothing but a bar on a terminal needs it.
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("warm-up"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("", total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+    columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, *map(TextColumn, more), console=Console(stderr=True))

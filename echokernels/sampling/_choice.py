@@ -9,6 +9,7 @@ from echokernels.sampling._candidates import MAX_LISTED, find_floor, list_groups
 from echokernels.sampling._draw import draw_from_list, draw_from_row
 from echokernels.sampling._row import (
     NO_TOKEN,
+    PER_ROW,
     below,
     best_lane,
     clean,
@@ -27,19 +28,7 @@ _SHORT = tl.constexpr(256)
 NUM_LISTS = tl.constexpr(3)
 
 
-@triton.jit(
-    # Only scalars are read through these: slices of a packed buffer must not recompile the kernel.
-    do_not_specialize=[
-        "tokens_ptr",
-        "logprobs_ptr",
-        "temperature_ptr",
-        "top_k_ptr",
-        "top_p_ptr",
-        "min_p_ptr",
-        "seeds_ptr",
-        "positions_ptr",
-    ]
-)
+@triton.jit(do_not_specialize=["tokens_ptr", "logprobs_ptr", *PER_ROW])
 def choice_kernel(
     tokens_ptr,  # i32 or i64[rows], out
     logprobs_ptr,  # f32[rows], out; unused without HAS_LOGPROBS

@@ -10,6 +10,12 @@ NEGLIGIBLE = tl.constexpr(reference.NEGLIGIBLE)
 MAX_FLOAT = tl.constexpr(3.4028234663852886e38)
 NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 
+PER_ROW = [
+    "temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "seeds_ptr", "positions_ptr",
+]  # fmt: skip
+"""Not to be specialised on: only scalars are read through these, and slices of a packed buffer must
+not recompile a kernel."""
+
 
 @triton.jit
 def clean(logit):

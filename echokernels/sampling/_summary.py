@@ -10,6 +10,7 @@ import triton.language as tl
 from echokernels._pdl import let_next_start, wait_for_previous
 from echokernels.sampling._draw import improve
 from echokernels.sampling._row import (
+    PER_ROW,
     best_lane,
     clean,
     is_filtered,
@@ -29,17 +30,7 @@ BEST_TOKEN = tl.constexpr(5)
 NUM_FIELDS = tl.constexpr(6)
 
 
-@triton.jit(
-    # Only scalars are read through these: slices of a packed buffer must not recompile the kernel.
-    do_not_specialize=[
-        "temperature_ptr",
-        "top_k_ptr",
-        "top_p_ptr",
-        "min_p_ptr",
-        "seeds_ptr",
-        "positions_ptr",
-    ]
-)
+@triton.jit(do_not_specialize=PER_ROW)
 def summary_kernel(
     group_peaks_ptr,  # f32[rows, num_groups], out: the largest logit of each group
     slices_ptr,  # f32[rows, NUM_FIELDS, num_slices], out
