@@ -66,9 +66,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tiny_llama(), tmp_path_factory.mktemp("llama"), tokenizer=False)
 
 
-def mixed_traffic(llm: LLM, seed: int, num_requests: int = 24) -> None:
-    """Requests of all lengths while others run: chunks, decodes, preemptions, samplers."""
+def mixed_traffic(llm: LLM, seed: int, num_requests: int = 24) -> list[str]:
+    """Requests of all lengths while others run: chunks, decodes, preemptions, samplers. Returns the
+    errors of those that failed: the engine goes on without them."""
     rng = random.Random(seed)
+    errors = []
     waiting = num_requests
     while waiting or llm.engine.has_unfinished:
         if waiting and rng.random() < 0.6:
@@ -84,7 +86,8 @@ def mixed_traffic(llm: LLM, seed: int, num_requests: int = 24) -> None:
             )
             llm.engine.add_request(str(waiting), prompt, params)
         if llm.engine.has_unfinished:
-            llm.engine.step()
+            errors += [output.error for output in llm.engine.step() if output.error is not None]
+    return errors
 
 
 @pytest.mark.skipif(INTERPRETED, reason="interpreted kernels have no parameters to specialise")
@@ -93,14 +96,16 @@ def test_warmup_launches_all_that_traffic_does(
     folder: Path, page_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layers, "FUSED_TOKENS", 16)
-    monkeypatch.setattr(layers, "fuses_projections", lambda x: x.shape[0] <= layers.FUSED_TOKENS)
+    monkeypatch.setattr(
+        layers, "fuses_projections", lambda x, _weight: x.shape[0] <= layers.FUSED_TOKENS
+    )
     monkeypatch.setattr(layers, "_weight", layers._parameter)
     options: dict[str, Any] = {"page_size": page_size, "num_pages": 208 // page_size}
     llm = LLM(folder, device="cpu", dtype="bfloat16", **options, **LIMITS)
     with Launches() as ready:
         llm.engine.runner.warmup()
     with Launches() as needed:
-        mixed_traffic(llm, seed=page_size)
+        assert mixed_traffic(llm, seed=page_size) == []
     assert llm.engine.stats().num_preemptions > 0
     kernels = {name for name, *_ in needed.seen}
     assert len(kernels) >= 8, kernels
@@ -112,7 +117,7 @@ def test_warmup_launches_all_that_traffic_does(
 def test_nothing_compiles_after_warmup(folder: Path, cuda: torch.device, dtype: str) -> None:
     llm = LLM(folder, device=cuda, dtype=dtype, page_size=4, num_pages=52, **LIMITS)
     with echokernels.no_jit():
-        mixed_traffic(llm, seed=1)
+        assert mixed_traffic(llm, seed=1) == []
     assert llm.engine.stats().num_preemptions > 0
 
 
@@ -121,5 +126,7 @@ def test_without_warmup_something_compiles(tmp_path: Path, cuda: torch.device) -
     # A head of another size: kernels that no other test has compiled.
     odd = save(tiny_llama(head_dim=24, hidden_size=96), tmp_path, tokenizer=False)
     llm = LLM(odd, device=cuda, dtype="bfloat16", page_size=4, num_pages=52, warmup=False)
-    with echokernels.no_jit(), pytest.raises(RuntimeError, match="within no_jit"):
-        mixed_traffic(llm, seed=1)
+    with echokernels.no_jit():
+        errors = mixed_traffic(llm, seed=1, num_requests=2)
+    assert errors
+    assert all("within no_jit" in error for error in errors)
