@@ -61,7 +61,8 @@ def heads_of(
 def load_heads(
     token_ptr,  # [number, head_dim]
     stride_head,
-    part,  # which of the token's programs this is
+    part,  # which of the programs that share them this is
+    number,
     HEADS: tl.constexpr,
 ):
     """The program's heads, as they are stored: a tuple of tiles."""
@@ -69,7 +70,7 @@ def load_heads(
     tiles = ()
     for i in tl.static_range(TILES):
         head = _numbers(part * TILES + i, HEADS)
-        tile = _load_tile(token_ptr + head * stride_head, head < HEADS.number, HEADS)
+        tile = _load_tile(token_ptr + head * stride_head, head < number, HEADS)
         tiles += (tile,)  # type: ignore[assignment]
     return tiles
 
@@ -79,6 +80,7 @@ def store_heads(
     token_ptr,  # [number, head_dim]
     stride_head,
     part,
+    number,
     tiles,
     HEADS: tl.constexpr,
 ):
@@ -86,7 +88,7 @@ def store_heads(
     TILES: tl.constexpr = HEADS.tiles
     for i in tl.static_range(TILES):
         head = _numbers(part * TILES + i, HEADS)
-        _store_tile(token_ptr + head * stride_head, head < HEADS.number, tiles[i], HEADS)
+        _store_tile(token_ptr + head * stride_head, head < number, tiles[i], HEADS)
 
 
 @triton.jit

@@ -87,14 +87,14 @@ def _fused_qk_norm_rope_cache_kernel(
     wait_for_previous(PDL)
     position = tl.load(positions_ptr + token).to(tl.int64)
     # All heads are on their way before the first instruction that waits for the position.
-    q = load_heads(q_ptr, HEAD_DIM, part, Q)
-    k = load_heads(k_ptr, HEAD_DIM, part, K)
+    q = load_heads(q_ptr, HEAD_DIM, part, Q.number, Q)
+    k = load_heads(k_ptr, HEAD_DIM, part, K.number, K)
     if q_weight_ptr is not None:
         q_weight = load_weight(q_weight_ptr, Q)
     if k_weight_ptr is not None:
         k_weight = load_weight(k_weight_ptr, K)
     if k_cache_ptr is not None:
-        v = load_heads(v_ptr, HEAD_DIM, part, V)
+        v = load_heads(v_ptr, HEAD_DIM, part, V.number, V)
         slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
     let_next_start(PDL)
 
@@ -104,7 +104,7 @@ def _fused_qk_norm_rope_cache_kernel(
         if is_stored:
             # Values need not wait for the table.
             v_page_ptr = v_cache_ptr + page * v_cache_stride_page + offset * v_cache_stride_slot
-            store_heads(v_page_ptr, v_cache_stride_head, part, v, V)
+            store_heads(v_page_ptr, v_cache_stride_head, part, V.number, v, V)
     if (position >= 0) & (position < max_position):
         cos, sin = load_angles(cos_sin_ptr + position * cos_sin_stride, Q)
         dtype: tl.constexpr = qkv_ptr.dtype.element_ty
@@ -112,15 +112,15 @@ def _fused_qk_norm_rope_cache_kernel(
         if q_weight_ptr is not None:
             new_q = normalise_heads(q, q_weight, eps, Q)
         q = rotate_heads(new_q, cos, sin, dtype)
-        store_heads(q_ptr, HEAD_DIM, part, q, Q)
+        store_heads(q_ptr, HEAD_DIM, part, Q.number, q, Q)
         if k_weight_ptr is not None:
             new_k = normalise_heads(k, k_weight, eps, K)
         k = rotate_heads(new_k, cos, sin, dtype)
-        store_heads(k_ptr, HEAD_DIM, part, k, K)
+        store_heads(k_ptr, HEAD_DIM, part, K.number, k, K)
     if k_cache_ptr is not None:
         if is_stored:
             k_page_ptr = k_cache_ptr + page * k_cache_stride_page + offset * k_cache_stride_slot
-            store_heads(k_page_ptr, k_cache_stride_head, part, k, K)
+            store_heads(k_page_ptr, k_cache_stride_head, part, K.number, k, K)
 
 
 def _config(head_dim: int) -> TileConfig:

@@ -280,7 +280,7 @@ def test_config_covers_all_pairs_and_bounds_the_tile():
     for half in (1, 3, 64, 128, 4096):
         config = _config(half)
         assert config.block_n >= half
-        assert config.block_m == 1 or config.block_m * config.block_n <= 512
+        assert config.block_m == 1 or config.block_m * config.block_n <= 1024
 
 
 @pytest.mark.parametrize(
