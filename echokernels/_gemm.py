@@ -1,8 +1,8 @@
 """Projections x W^T with an epilogue: what their kernels share.
 
 For a few tokens the work is to read the weights once. So weights are the rows of the tensor cores'
-tile and tokens its columns, of which 16 are the least: a tile may be narrow in weights, which makes
-enough programs to keep all of memory busy, and a batch of one token wastes nothing but arithmetic.
+tile and tokens its columns, of which 16 are the least: tiles may be small, which makes enough
+programs to keep all of memory busy, and a batch of one token wastes nothing but arithmetic.
 
 A program owns BLOCK_M weight rows and BLOCK_T tokens and walks along K, the input's width.
 """
@@ -26,6 +26,12 @@ from echokernels._tuning import TileConfig
 _GROUP = tl.constexpr(8)
 
 _RESERVED = 1024  # bytes of shared memory that CUDA keeps of each program's
+
+# Bytes of weights on their way to all programs: what an H200's memory delivers in two microseconds.
+# With less, few programs wait (QKV of 4,096 x 4,096, 64 tokens: 12.8 us with 5 MB, 12.2 with 8);
+# with more, many slow each other (gate-up of 70B by 8 GPUs, 64 tokens: 31.1 us with 9 MB, 35.6 with
+# 13).
+_IN_FLIGHT = 9_200_000
 
 
 @triton.jit
@@ -84,14 +90,26 @@ def token_block(num_tokens: int, itemsize: int) -> int:
 
 
 def weight_rows(rows: int, block_t: int, itemsize: int, target: Target) -> int:
-    """BLOCK_M for a weight of `rows`: the most that still make a program for most SMs."""
-    if block_t == 128:
+    """BLOCK_M for a weight of `rows` and a token tile of `block_t`."""
+    if itemsize == 4:
+        return 32
+    # At 64 tokens and more as much of x would be read as of the weights.
+    if block_t == 128 or (block_t == 64 and 3 * rows >= 2 * 128 * target.num_sms):
         return 128
-    # 64 rows are what one WGMMA takes. At 64 tokens as much of x would be read as of the weights.
-    most = 32 if itemsize == 4 else 64 if block_t < 64 else 128
-    # Two thirds of an H200's SMs draw all that its memory gives (QKV of Llama-3-8B: 96 programs of
-    # 64 rows 15.4 us, 192 of 32 rows 15.7).
-    return next((n for n in (most, 64, 32) if n <= most and 3 * rows >= 2 * n * target.num_sms), 16)
+    # 64 rows are what one WGMMA takes. For a few tokens a quarter of an H200's SMs cannot draw all
+    # that its memory gives (QKV of 70B by 8 GPUs, 1 token: 20 programs 15.3 us, 80 programs 12.9).
+    return 16 if block_t == 16 and rows < 16 * target.num_sms else 64
+
+
+def split_tokens(block_t: int, num_tokens: int, row_tiles: int, target: Target) -> int:
+    """BLOCK_T if one tile holds all tokens, narrowed while every program still has an SM to itself:
+    those of a row tile find its weights in the L2."""
+    if num_tokens <= block_t:
+        token_tiles = 2
+        while block_t > 16 and row_tiles * token_tiles <= target.num_sms:
+            block_t //= 2
+            token_tiles *= 2
+    return block_t
 
 
 def weight_tile(
@@ -101,13 +119,17 @@ def weight_tile(
     if itemsize == 4:
         return TileConfig(block_m, 32, num_warps=4, num_stages=2)
     # All programs should run at once, for then memory is shared evenly and all end together (FFN of
-    # Qwen3-8B: 384 programs, three on an SM, 47.3 us; two on an SM, in two waves, 49.9). What
-    # shared memory an SM then has for each is filled with weights in flight; a fifth stage of 128
-    # columns gained nothing.
+    # Qwen3-8B: 384 programs, three on an SM, 47.3 us; two on an SM, in two waves, 49.9).
     residents = triton.cdiv(programs, target.num_sms)
     budget = target.shared_memory // (residents if residents <= 4 else 2) - _RESERVED
     column_bytes = (block_m + block_t) * itemsize
-    block_n, most = (128, 5) if budget >= 3 * 128 * column_bytes else (64, 8)
+    if block_m < 64:
+        block_n, most = 256, 4
+    else:
+        stage_bytes = programs * block_m * 128 * itemsize
+        block_n, most = 128, min(max(5, _IN_FLIGHT // stage_bytes), 8)
+    if budget < 3 * block_n * column_bytes:
+        block_n, most = 64, 8
     num_stages = max(1, min(budget // (block_n * column_bytes), most))
     # A warpgroup for 64 rows; two where its accumulators would not leave room for addresses.
     num_warps = 2 if block_m < 64 else 4 if block_m * block_t <= 8192 else 8

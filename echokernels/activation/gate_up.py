@@ -25,6 +25,7 @@ from echokernels._gemm import (
     check_projection,
     project,
     split_pairs,
+    split_tokens,
     tile_of,
     token_block,
     weight_rows,
@@ -88,8 +89,14 @@ def _gate_up_kernel(
     tl.store(out_tile, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def _config(block_t: int, width: int, itemsize: int, target: Target) -> TileConfig:
+def _blocks(num_tokens: int, width: int, itemsize: int, target: Target) -> tuple[int, int]:
+    """(BLOCK_M, BLOCK_T)"""
+    block_t = token_block(num_tokens, itemsize)
     block_m = weight_rows(2 * width, block_t, itemsize, target)
+    return block_m, split_tokens(block_t, num_tokens, triton.cdiv(2 * width, block_m), target)
+
+
+def _config(block_m: int, block_t: int, width: int, itemsize: int, target: Target) -> TileConfig:
     return weight_tile(block_m, block_t, triton.cdiv(2 * width, block_m), itemsize, target)
 
 
@@ -121,9 +128,11 @@ def _launch(
 ) -> None:
     (num_tokens, width), input_width = out.shape, x.shape[1]
     target = target_of(x.device)
-    block_t = token_block(num_tokens, x.element_size())
-    key = (block_t, width, input_width, x.element_size(), target.name)
-    config = select("fused_gate_up", key, lambda: _config(block_t, width, x.element_size(), target))
+    block_m, block_t = _blocks(num_tokens, width, x.element_size(), target)
+    key = (block_m, block_t, width, input_width, x.element_size(), target.name)
+    config = select(
+        "fused_gate_up", key, lambda: _config(block_m, block_t, width, x.element_size(), target)
+    )
     token_tiles = triton.cdiv(num_tokens, block_t)
     launch(
         _gate_up_kernel,

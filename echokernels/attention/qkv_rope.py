@@ -23,6 +23,7 @@ from echokernels._gemm import (
     check_projection,
     project,
     split_pairs,
+    split_tokens,
     tile_of,
     token_block,
     weight_rows,
@@ -144,29 +145,25 @@ def _qkv_rope_kernel(
             store_pairs(head_ptr, x, y, pair, is_stored, HALF, HEAD_DIM, IS_NEOX)
 
 
-def _token_block(
+def _blocks(
     num_tokens: int, heads: int, head_dim: int, whole_heads: bool, itemsize: int, target: Target
-) -> int:
+) -> tuple[int, int]:
+    """(BLOCK_M, BLOCK_T). `whole_heads`: norms need every column of a head in one program."""
+    block_m = max(16, 2 * triton.next_power_of_2(triton.cdiv(head_dim, 2)))
     block_t = token_block(num_tokens, itemsize)
     if head_dim > 128:
         # A tile of such a head and 128 tokens would not fit into registers.
         block_t = min(block_t, 64)
-    if whole_heads:
-        # Heads cannot be split, so tokens are, while every program still has an SM to itself: the
-        # tokens' programs find a head's weights in the L2.
-        while block_t > 16 and heads * triton.cdiv(num_tokens, block_t // 2) <= target.num_sms:
-            block_t //= 2
-    return block_t
+    if not whole_heads:
+        block_m = min(block_m, weight_rows(heads * head_dim, block_t, itemsize, target))
+    row_tiles = heads * triton.cdiv(head_dim, block_m)
+    return block_m, split_tokens(block_t, num_tokens, row_tiles, target)
 
 
 def _config(
-    block_t: int, heads: int, head_dim: int, whole_heads: bool, itemsize: int, target: Target
+    block_m: int, block_t: int, heads: int, head_dim: int, itemsize: int, target: Target
 ) -> TileConfig:
-    block_m = max(16, 2 * triton.next_power_of_2(triton.cdiv(head_dim, 2)))
-    if not whole_heads:
-        block_m = min(block_m, weight_rows(heads * head_dim, block_t, itemsize, target))
-    programs = heads * triton.cdiv(head_dim, block_m)
-    return weight_tile(block_m, block_t, programs, itemsize, target)
+    return weight_tile(block_m, block_t, heads * triton.cdiv(head_dim, block_m), itemsize, target)
 
 
 def _check(
@@ -231,12 +228,12 @@ def _launch(
     num_pages, page_size = (0, 1) if k_cache is None else k_cache.shape[:2]
     target = target_of(x.device)
     whole_heads = q_weight is not None or k_weight is not None
-    block_t = _token_block(num_tokens, heads, head_dim, whole_heads, x.element_size(), target)
-    key = (block_t, head_dim, whole_heads, heads, input_width, x.element_size(), target.name)
+    block_m, block_t = _blocks(num_tokens, heads, head_dim, whole_heads, x.element_size(), target)
+    key = (block_m, block_t, head_dim, heads, input_width, x.element_size(), target.name)
     config = select(
         "fused_qkv_rope",
         key,
-        lambda: _config(block_t, heads, head_dim, whole_heads, x.element_size(), target),
+        lambda: _config(block_m, block_t, heads, head_dim, x.element_size(), target),
     )
     token_tiles = triton.cdiv(num_tokens, block_t)
     launch(

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from echokernels._target import KNOWN_TARGETS
 from echokernels.attention import reference
 from echokernels.attention.qk_norm_rope_cache import fused_qk_norm_rope_cache
-from echokernels.attention.qkv_rope import _token_block, fused_qkv_rope
+from echokernels.attention.qkv_rope import _blocks, fused_qkv_rope
 from echokernels.attention.rope_table import rope_table
 from tests.ops.paged_cache import empty_cache
 from tests.ops.test_kv_cache import oracle as written
@@ -293,12 +293,25 @@ def test_a20_mixed_devices_are_refused():
         fused_qkv_rope(**args)
 
 
-def test_tokens_are_split_while_whole_heads_leave_sms_idle():
-    def block(num_tokens, heads, whole_heads=True, head_dim=128):
-        return _token_block(num_tokens, heads, head_dim, whole_heads, 2, KNOWN_TARGETS["sm_90"])
+def test_tokens_are_split_while_rows_leave_sms_idle():
+    def blocks(num_tokens, heads, whole_heads=False, head_dim=128):
+        return _blocks(num_tokens, heads, head_dim, whole_heads, 2, KNOWN_TARGETS["sm_90"])
 
-    assert [block(n, 32) for n in (1, 16, 17, 32, 64, 65, 4096)] == [16, 16, 16, 16, 16, 32, 128]
-    assert [block(n, 48) for n in (32, 64, 4096)] == [16, 32, 128]
-    assert [block(64, heads) for heads in (33, 34)] == [16, 32]  # 132 SMs
-    assert [block(n, 32, whole_heads=False) for n in (32, 64)] == [32, 64]
-    assert block(4096, 32, head_dim=256) == 64
+    # 64 rows make two tiles of a head.
+    assert [blocks(n, 32) for n in (1, 16, 17, 32, 33, 64)] == [
+        (64, 16), (64, 16), (64, 16), (64, 16), (64, 32), (64, 32),
+    ]  # fmt: skip
+    assert [blocks(64, heads)[1] for heads in (16, 17, 33, 34)] == [16, 32, 32, 64]  # 132 SMs
+    # Of 1,280 rows, 1 to 16 tokens take 16 at a time.
+    assert [blocks(n, 10) for n in (16, 17, 64)] == [(16, 16), (64, 16), (64, 16)]
+
+
+def test_whole_heads_stay_in_one_program():
+    def blocks(num_tokens, heads, head_dim=128):
+        return _blocks(num_tokens, heads, head_dim, True, 2, KNOWN_TARGETS["sm_90"])
+
+    tokens = (1, 16, 17, 32, 64, 65, 4096)
+    assert [blocks(n, 32)[1] for n in tokens] == [16, 16, 16, 16, 16, 32, 128]
+    assert [blocks(n, 48)[1] for n in (32, 64, 4096)] == [16, 32, 128]
+    assert {blocks(n, heads)[0] for n in tokens for heads in (1, 10, 48)} == {128}
+    assert blocks(4096, 32, head_dim=256) == (256, 64)
