@@ -109,7 +109,7 @@ class QKVProjection(PackedLinear):
             "v_cache": cache.v,
             "slot_mapping": slot_mapping,
         }
-        if fuses_projections(x):
+        if fuses_projections(x, self.weight):
             qkv = echokernels.fused_qkv_rope(
                 x, self.weight, positions, self.cos_sin_cache, self.bias, **self.heads, **pages
             )
@@ -129,19 +129,24 @@ class GateUpProjection(PackedLinear):
         super().__init__(config.hidden_size, parts, config.mlp_bias, place)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if fuses_projections(x):
+        if fuses_projections(x, self.weight):
             return echokernels.fused_gate_up(x, self.weight, self.bias)
         return echokernels.silu_and_mul(super().forward(x))
 
 
-def fuses_projections(x: torch.Tensor) -> bool:
-    """Whether a projection of x and what follows it are faster as one kernel.
+def fuses_projections(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether x weight^T and what follows it are faster as one kernel.
 
-    On a GPU and up to FUSED_TOKENS tokens, where reading the weights takes the time: the table is
-    in docs/log.md ("Projections with fused epilogues"). With more tokens the GEMM of PyTorch's
-    library is faster. Exact fp32 products stay with it too: ours do not use tensor cores.
+    On a GPU, up to FUSED_TOKENS tokens, where reading the weights takes the time, and for weights
+    with more than a quarter as many rows as columns: the table is in docs/log.md ("Projections with
+    fused epilogues"). With more tokens the GEMM of PyTorch's library is faster; with few rows it
+    is too, for it also divides the columns among the SMs. Exact fp32 products stay with it as well:
+    ours do not use tensor cores.
     """
-    return x.is_cuda and x.shape[0] <= FUSED_TOKENS and x.dtype != torch.float32
+    rows, columns = weight.shape
+    return (
+        x.is_cuda and x.shape[0] <= FUSED_TOKENS and x.dtype != torch.float32 and 4 * rows > columns
+    )
 
 
 class Embedding(nn.Module):

@@ -106,7 +106,7 @@ def test_fused_projections(
     case: Case, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As on a GPU in 16 bits: what decodes and small chunks project is fused, chunks of 11 are not.
-    monkeypatch.setattr(layers, "fuses_projections", lambda x: x.shape[0] <= 8)
+    monkeypatch.setattr(layers, "fuses_projections", lambda x, _weight: x.shape[0] <= 8)
     monkeypatch.setattr(layers, "_weight", layers._parameter)
     case.assert_exact(device, num_prompts=4, page_size=4, num_pages=64, max_prefill_chunk=11)
 
