@@ -29,7 +29,8 @@ def search(key, weight, low, high, target, slack):
     keys and leaves a ninth of the interval: 11 are the most.
     """
     above = tl.full([], float("inf"), tl.float32)
-    while (high - low != 1) & (above > target * slack):
+    # high - low itself could overflow.
+    while (low < high - 1) & (above > target * slack):
         # The distance, as an unsigned number, does not overflow.
         step = ((high - low).to(tl.uint32) // (_PIVOTS + 1) + 1).to(tl.int32)
         pivot = low + step * (1 + tl.arange(0, _PIVOTS))
