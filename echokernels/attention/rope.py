@@ -73,7 +73,7 @@ def _rotary_embedding_kernel(
         stride_head = key_stride_head
         heads_ptr = key_ptr + token * key_stride_token
     if PACKED:
-        # Constants shorten the way to the first load, which is 4% of the time of 16,384 tokens.
+        # As constants they shorten the way to the first load.
         stride_head = HEADS.head_dim
         cos_sin_stride = 2 * HEADS.half
 

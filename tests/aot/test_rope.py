@@ -40,6 +40,15 @@ def test_without_key(target):
     compile_op("rotary_embedding", target, positions, meta(5, 9, 64), None, 64, table, True)
 
 
+@pytest.mark.parametrize("target", TARGETS)
+@PAIRINGS
+def test_gaps_between_heads(target, is_neox):
+    query, key = (meta(5, heads, 80, dtype=torch.bfloat16)[:, :, :64] for heads in (32, 8))
+    table = meta(64, 96, dtype=torch.float32)[:, :64]
+    positions = meta(5, dtype=torch.int32)
+    compile_op("rotary_embedding", target, positions, query, key, 64, table, is_neox)
+
+
 @PAIRINGS
 def test_no_thread_asks_another(is_neox):
     """All loads and stores are 16 bytes wide, and table and heads are in one layout."""

@@ -25,16 +25,18 @@ MAX_POSITION = 4096
     dtype=dtypes,
     index=st.sampled_from([torch.int32, torch.int64]),
     is_neox=st.booleans(),
-    flat=st.booleans(),
+    form=st.sampled_from(["heads", "flat", "gaps", "wide table"]),
     seed=seeds,
 )
-def test_a14_a23_rotary_embedding(device, tokens, heads, dims, dtype, index, is_neox, flat, seed):
+def test_a14_a23_rotary_embedding(device, tokens, heads, dims, dtype, index, is_neox, form, seed):
     """Query and key are views of a packed tensor, whose NaN elsewhere are unread and unchanged."""
     num_heads, num_kv_heads = heads
     head_dim, rotary_dim = dims
     gen = generator(seed)
     total_heads = num_heads + 2 * (num_kv_heads or 0)
-    packed = poisoned(tokens, total_heads, head_dim, dtype=dtype, device=device)
+    gap = 8 if form == "gaps" else 0
+    buffer = poisoned(tokens, total_heads, head_dim + gap, dtype=dtype, device=device)
+    packed = buffer[:, :, :head_dim]
     rotated = num_heads + (num_kv_heads or 0)
     packed[:, :rotated, :rotary_dim] = randn(
         tokens, rotated, rotary_dim, dtype=dtype, device=device, gen=gen
@@ -42,15 +44,19 @@ def test_a14_a23_rotary_embedding(device, tokens, heads, dims, dtype, index, is_
     before = packed.clone()
     positions = torch.randint(MAX_POSITION, (tokens,), generator=gen).to(index).to(device)
     views = [packed[:, :num_heads], packed[:, num_heads:rotated] if num_kv_heads else None]
-    if flat:
+    if form == "flat":
         views = [None if view is None else view.flatten(1) for view in views]
     table = rope_table(rotary_dim, MAX_POSITION, THETA, device=device)
+    if form == "wide table":
+        unused = poisoned(MAX_POSITION, 4, dtype=torch.float32, device=device)
+        table = torch.cat((table, unused), 1)[:, :rotary_dim]
     torch.ops.echo.rotary_embedding(positions, *views, head_dim, table, is_neox)
 
     want = oracle(before[:, :rotated, :rotary_dim], positions, rotary_dim, is_neox)
     assert_close(packed[:, :rotated, :rotary_dim], want)
     assert_same_bits(packed[:, :rotated, rotary_dim:], before[:, :rotated, rotary_dim:])
     assert_same_bits(packed[:, rotated:], before[:, rotated:])
+    assert buffer[:, :, head_dim:].isnan().all()
 
 
 @pytest.mark.parametrize("is_neox", [True, False])
