@@ -13,6 +13,7 @@ from echokernels._launch import launch
 from echokernels._replay import bypass
 from echokernels._target import INTERPRETED
 from echokernels.sampling._candidates import find_floor
+from echokernels.sampling._keys import search
 from echokernels.sampling._row import limits_count
 from echokernels.sampling.sample import _config, _group, sample
 from tests.ops import sampling_oracle as oracle
@@ -138,6 +139,30 @@ def test_scratch_is_written_before_it_is_read(device):
 
     with bypass(), mock.patch("echokernels.sampling.sample.scratch", poison):
         assert torch.equal(sample(logits, *args), want)
+
+
+@triton.jit
+def _search_kernel(out_ptr, low, high, target):
+    key = tl.arange(0, 8)
+    tl.store(out_ptr, search(key, tl.full([8], 1.0, tl.float32), low, high, target, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "target", "found"),
+    [
+        (0, 8, 3.0, 5),  # 5, 6 and 7 weigh 3
+        (0, 8, 9.0, 0),  # all weigh 8
+        (-(2**31), 2**31 - 1, 1.0, 7),  # the distance overflows
+        (6, 6, 3.0, 6),  # nothing between: it must end
+        (9, 6, 3.0, 9),
+    ],
+)
+def test_a_search_ends(device, low, high, target, found):
+    if device.type == "cpu" and not INTERPRETED:
+        pytest.skip("no kernel runs here")
+    out = torch.zeros(1, dtype=torch.int32, device=device)
+    launch(_search_kernel, (1,), out, low, high, target)
+    assert out.item() == found
 
 
 @triton.jit
