@@ -84,8 +84,8 @@ def fused_qk_norm_rope_cache(
     qkv: Tensor,  # [tokens, (heads + 2 * kv_heads) * head_dim]
     positions: Tensor,  # i64[tokens]
     cos_sin_cache: Tensor,  # f32[max_position, head_dim]
-    q_weight: Tensor,  # [head_dim]
-    k_weight: Tensor,
+    q_weight: Tensor | None,  # [head_dim]; without norms both are None
+    k_weight: Tensor | None,
     eps: float,
     k_cache: Tensor,  # [num_pages, page_size, kv_heads, head_dim], mutated
     v_cache: Tensor,
@@ -93,7 +93,8 @@ def fused_qk_norm_rope_cache(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns what attention over the pages reads: the query and both caches."""
     query, key, value = split_heads(qkv, k_cache)
-    query, key = rms_norm(query, q_weight, eps), rms_norm(key, k_weight, eps)
+    if q_weight is not None and k_weight is not None:
+        query, key = rms_norm(query, q_weight, eps), rms_norm(key, k_weight, eps)
     query, key = rotary_embedding(positions, query, key, cos_sin_cache)
     return query, *reshape_and_cache(key, value, k_cache, v_cache, slot_mapping)
 

@@ -4,8 +4,8 @@
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from bench.case import Case, Check, Inputs, Outputs, Peer
 from bench.checks import MOST_DEVIATIONS, against, drawn_by_probability, most_likely
 from bench.inputs import randn
 from bench.peers import formula_peers, four_kernels, sdpa_peers
-from bench.projections import projections
+from bench.projections import projections, with_epilogue
 from bench.suites import FULL, QUICK, Suite
 
 __all__ = ["FULL", "QUICK", "cases"]
@@ -173,31 +173,13 @@ def _reshape_and_cache(s: Suite, tokens: int) -> Case:
 
 
 def _fused_qk_norm_rope_cache(s: Suite, tokens: int) -> Case:
-    def run(qkv: Tensor, *others: Any) -> Outputs:
-        positions, table, q_weight, k_weight, eps, k_cache, v_cache, slots = others
-        echokernels.fused_qk_norm_rope_cache(
-            qkv,
-            positions,
-            table,
-            q_weight,
-            k_weight,
-            eps,
-            num_heads=s.heads,
-            num_kv_heads=s.kv_heads,
-            head_dim=s.head_dim,
-            k_cache=k_cache,
-            v_cache=v_cache,
-            slot_mapping=slots,
-        )
-        return inputs.split_heads(qkv, k_cache)[0], k_cache, v_cache
-
     read, written = s.heads + 2 * s.kv_heads, s.heads + 3 * s.kv_heads  # heads; keys in two places
     row_bytes = s.head_dim * ((read + written) * BF16 + FP32)  # and the table's
     return Case(
         "fused_qk_norm_rope_cache",
         f"T{tokens}",
         make=lambda d: inputs.projected(d, tokens, s.heads, s.kv_heads, s.head_dim, EPS),
-        run=run,
+        run=partial(with_epilogue, echokernels.fused_qk_norm_rope_cache, s),
         check=against(formulas.fused_qk_norm_rope_cache),
         tolerance=ROUNDED,
         num_bytes=tokens * row_bytes,

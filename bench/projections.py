@@ -66,34 +66,33 @@ def _fused_qkv_rope(name: str, layer: Layer, tokens: int) -> Case:
         "fused_qkv_rope",
         f"{name}_T{tokens}",
         make=make,
-        run=partial(_with_epilogue, echokernels.fused_qkv_rope, layer),
+        run=partial(with_epilogue, echokernels.fused_qkv_rope, layer),
         check=against(_qkv_rope),
         tolerance=ROUNDED_THRICE,
         num_bytes=(rows * layer.hidden + tokens * (layer.hidden + rows)) * BF16,
         ceiling="read",
         peers={
             "torch": returning(_qkv_rope),
-            "linear+echo": returning(partial(_with_epilogue, _linear_then_epilogue, layer)),
+            "linear+echo": returning(partial(with_epilogue, _linear_then_epilogue, layer)),
         },
     )
 
 
-def _with_epilogue(
-    op: Callable[..., Tensor], layer: Layer, x: Tensor, weight: Tensor, *epilogue: Any
-) -> Outputs:
-    """Calls `op` and returns what attention over the pages reads: the query and both caches."""
-    positions, table, q_weight, k_weight, eps, k_cache, v_cache, slots = epilogue
+def with_epilogue(op: Callable[..., Tensor], shape: Layer | Suite, *inputs: Any) -> Outputs:
+    """Calls `op`, which ends as `fused_qk_norm_rope_cache` does, and returns what attention over
+    the pages reads: the query and both caches. `inputs` end as those of `inputs.projected` do.
+    """
+    *sources, positions, table, q_weight, k_weight, eps, k_cache, v_cache, slots = inputs
     qkv = op(
-        x,
-        weight,
+        *sources,
         positions,
         table,
         q_weight=q_weight,
         k_weight=k_weight,
         eps=eps,
-        num_heads=layer.heads,
-        num_kv_heads=layer.kv_heads,
-        head_dim=layer.head_dim,
+        num_heads=shape.heads,
+        num_kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
         k_cache=k_cache,
         v_cache=v_cache,
         slot_mapping=slots,
@@ -106,13 +105,7 @@ def _linear_then_epilogue(x: Tensor, weight: Tensor, *args: Any, **options: Any)
 
 
 def _qkv_rope(x: Tensor, weight: Tensor, *epilogue: Any) -> Outputs:
-    positions, table, q_weight, k_weight, eps, k_cache, v_cache, slots = epilogue
-    query, key, value = split_heads(linear(x, weight), k_cache)
-    if q_weight is not None:
-        query = formulas.rms_norm(query, q_weight, eps)
-        key = formulas.rms_norm(key, k_weight, eps)
-    query, key = formulas.rotary_embedding(positions, query, key, table)
-    return query, *formulas.reshape_and_cache(key, value, k_cache, v_cache, slots)
+    return formulas.fused_qk_norm_rope_cache(linear(x, weight), *epilogue)
 
 
 def _weight(device: torch.device, rows: int, columns: int) -> Tensor:

@@ -67,10 +67,7 @@ def check_pages(
 ) -> None:
     """block_table: [num_seqs, max_pages]; seqused_k: [num_seqs]."""
     check_dim("k_cache", k_cache, 4)
-    if k_cache.shape[1] == 0:
-        raise ValueError(
-            f"k_cache.shape is {tuple(k_cache.shape)}, must have a page size of at least 1"
-        )
+    _check_page_size(k_cache)
     check_dtype("block_table", block_table, INDEX)
     check_shape("block_table", block_table, num_seqs, None)
     check_last_contiguous("block_table", block_table)
@@ -91,15 +88,19 @@ def check_page_write(
     check_shape("k_cache", k_cache, None, None, kv_heads, head_dim)
     num_pages, page_size = k_cache.shape[:2]
     check_shape("v_cache", v_cache, num_pages, page_size, kv_heads, v_head_dim)
-    if page_size == 0:
-        raise ValueError(
-            f"k_cache.shape is {tuple(k_cache.shape)}, must have a page size of at least 1"
-        )
+    _check_page_size(k_cache)
     for cache_name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         check_dtype(cache_name, cache, (tensor.dtype,))
         check_last_contiguous(cache_name, cache)
     check_lengths("slot_mapping", slot_mapping, tokens)
     check_same_device(name, tensor, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping)
+
+
+def _check_page_size(k_cache: torch.Tensor) -> None:
+    if k_cache.shape[1] == 0:
+        raise ValueError(
+            f"k_cache.shape is {tuple(k_cache.shape)}, must have a page size of at least 1"
+        )
 
 
 def check_rotary(positions: torch.Tensor, cos_sin_cache: torch.Tensor, head_dim: int) -> None:

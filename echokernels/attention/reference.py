@@ -175,7 +175,7 @@ def fused_qk_norm_rope_cache(
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
 ) -> None:
-    q, k, v = _split_heads(qkv, head_dim).split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    q, k, v = _split_qkv(qkv, num_heads, num_kv_heads, head_dim)
     in_table = ((positions >= 0) & (positions < cos_sin_cache.shape[0]))[:, None, None]
     for heads, weight in ((q, q_weight), (k, k_weight)):
         if weight is None:
@@ -185,8 +185,7 @@ def fused_qk_norm_rope_cache(
         new = torch.nn.functional.rms_norm(new, (head_dim,), weight.to(new.dtype), eps)
         rotary_embedding(positions, new, None, head_dim, cos_sin_cache, is_neox)
         heads.copy_(torch.where(in_table, new.to(heads.dtype), heads))
-    if k_cache is not None and v_cache is not None and slot_mapping is not None:
-        reshape_and_cache(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    _write_if_paged(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
 
 
 def fused_qkv_rope(
@@ -215,8 +214,21 @@ def fused_qkv_rope(
         head_dim, is_neox, None, None, None, None, None,
     )  # fmt: skip
     qkv.copy_(exact)
+    # What the caches receive is rounded already.
+    _, k, v = _split_qkv(qkv, num_heads, num_kv_heads, head_dim)
+    _write_if_paged(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+
+
+def _write_if_paged(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor | None,
+    v_cache: torch.Tensor | None,
+    slot_mapping: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+) -> None:
     if k_cache is not None and v_cache is not None and slot_mapping is not None:
-        _, k, v = _split_heads(qkv, head_dim).split([num_heads, num_kv_heads, num_kv_heads], dim=1)
         reshape_and_cache(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
 
 
@@ -286,3 +298,10 @@ def _visible(queries: int, keys: int, window: tuple[int, int]) -> torch.Tensor |
 
 def _split_heads(x: torch.Tensor, head_dim: int) -> torch.Tensor:
     return x.view(x.shape[0], x.shape[1] // head_dim, head_dim)
+
+
+def _split_qkv(
+    qkv: torch.Tensor, num_heads: int, num_kv_heads: int, head_dim: int
+) -> tuple[torch.Tensor, ...]:
+    """Views of query, key and value, each [tokens, heads, head_dim]."""
+    return _split_heads(qkv, head_dim).split([num_heads, num_kv_heads, num_kv_heads], dim=1)
