@@ -320,8 +320,9 @@ def fused_qkv_rope(
     dimension contiguous, any row strides. fp32 is multiplied exactly (no TF32).
     All other arguments are those of `fused_qk_norm_rope_cache`.
 
-    Meant for up to 64 tokens, or 16 with norms, whose heads cannot be split among programs: it
-    reads the weights once. More are right but slower than a library's GEMM and that op.
+    Meant for up to 64 tokens and weights with more than a quarter as many rows as columns, or with
+    norms, which keep a head in one program, at least as many: it reads the weights once. All else
+    is right but slower than a library's GEMM and that op.
 
     Returns `out`, [tokens, weight rows] of x's dtype, allocated unless given: queries and keys,
     normed and rotated, and values. They are rounded once.
