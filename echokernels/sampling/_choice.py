@@ -15,6 +15,7 @@ from echokernels.sampling._row import (
     clean,
     is_filtered,
     limits_count,
+    sum_of_products,
     usable,
 )
 from echokernels.sampling._threshold import find_threshold
@@ -76,7 +77,7 @@ def choice_kernel(
             mass = tl.full([], 0.0, tl.float32)
             if (top_p < 1.0) & (limited == 0):
                 mass_of_slice = tl.load(fields_ptr + _MASS * num_slices, mask=used, other=0.0)
-                mass = tl.sum(mass_of_slice * tl.exp(relative * coldness), axis=0)
+                mass = sum_of_products(mass_of_slice, tl.exp(relative * coldness))
             token = _draw_filtered(
                 row_ptr,
                 lists_ptr + row * (NUM_LISTS * MAX_LISTED),
@@ -110,7 +111,7 @@ def choice_kernel(
     tl.store(tokens_ptr + row, token.to(tokens_ptr.dtype.element_ty))
     if HAS_LOGPROBS:
         total = tl.load(fields_ptr + _TOTAL * num_slices, mask=inside, other=0.0)
-        total = tl.sum(total * tl.exp(relative), axis=0)
+        total = sum_of_products(total, tl.exp(relative))
         # As if all logits were equal where none is above -inf.
         total = tl.where(peak > float("-inf"), total, vocab)
         chosen = below(clean(tl.load(row_ptr + token)), peak)

@@ -45,6 +45,18 @@ def best_lane(best, best_token):
 
 
 @triton.jit
+def sum_of_products(x, y):
+    """Sum of x * y, to the bit the same in every thread, so that all take the same branches by it.
+
+    In `tl.sum(x * y)` two threads add each other's product, and each may fuse its own, unrounded,
+    into the addition. Their sums then differ, and loops that compare these end in some threads
+    while others wait for them.
+    """
+    # What is fused with the addition of 0.0 is not fused with another one.
+    return tl.sum(tl.fma(x, y, 0.0), axis=0)
+
+
+@triton.jit
 def usable(temperature):
     """(whether it draws at all, 1 / temperature)."""
     # The reciprocal of more than 2^126 would be subnormal, so possibly 0, and -inf * 0 is NaN.

@@ -51,6 +51,8 @@ def compile_op(op: str, target_name: str, *args: Any) -> list[Any]:
         assert kernel.metadata.shared <= target.shared_memory, (
             f"{op}: {kernel.metadata.shared} B shared"
         )
+        if target.backend == "cuda":
+            assert not uneven_sums(kernel), f"{op}: sums differ from thread to thread"
     return compiled
 
 
@@ -92,6 +94,30 @@ def _divisible(value: Any) -> bool:
     return isinstance(value, torch.Tensor) or (
         isinstance(value, int) and not isinstance(value, bool) and value % 16 == 0
     )
+
+
+def uneven_sums(kernel: Any) -> list[str]:
+    """Instructions of a CUDA kernel in which lanes that add each other's products get other sums.
+
+    A lane that has p = x * y and gets q from another may compute fma(x, y, q), the other one
+    fma(z, w, p): one of the products is rounded, in each lane another one. A branch on such a sum
+    can take lanes of one warp apart, which then wait for each other for ever.
+    """
+    from_others: set[str] = set()
+    products: set[str] = set()
+    found = []
+    for line in kernel.asm["ptx"].splitlines():
+        operation, *operands = line.strip().rstrip(";").replace(",", " ").split() or [""]
+        out, sources = operands[:1], set(operands[1:])
+        if operation.startswith("shfl.") or (operation == "mov.b32" and sources & from_others):
+            from_others |= {*out}
+        elif operation == "mul.f32":
+            products |= {*out}
+        elif operation == "fma.rn.f32":
+            found += [line] if {*operands[3:]} & from_others else []
+        elif operation == "add.f32":  # which the assembler may fuse as well
+            found += [line] if sources & from_others and sources & products else []
+    return found
 
 
 def local_memory(kernel: Any) -> int:

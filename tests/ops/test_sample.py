@@ -256,6 +256,28 @@ def test_a01_more_than_2_31_elements(cuda):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("scale", [1.0, 8.0])  # most ids are candidates, only some
+def test_top_p_at_the_very_share_of_some_ids(cuda, scale):
+    # Threads that did not agree on the last bit of the mass would wait for each other for ever.
+    logits = randn(1, 49_152, dtype=torch.bfloat16, device=cuda, gen=generator(5), scale=scale)
+    heaviest = logits[0].double().sort(descending=True).values
+    shares = heaviest.softmax(0).cumsum(0)[:-1][heaviest[:-1] > heaviest[1:]]
+    shares = shares[(shares > 0.05) & (shares < 0.999)][:64].float()
+    # All numbers nearby: one of them rounds the target to the very sum that it is compared with.
+    nearby = torch.arange(-32, 33, dtype=torch.int32, device=cuda)
+    top_p = (shares.view(torch.int32)[:, None] + nearby).flatten().view(torch.float32)
+    args = per_row(cuda, len(top_p), top_p=top_p.tolist(), seeds=[7] * len(top_p))
+    logits = logits.expand(len(top_p), -1)
+    tokens = sample(logits, *args)
+    of_share = tokens.view(-1, 65)
+    assert ((of_share == of_share[:, :1]) | (of_share == of_share[:, -1:])).all()
+    some = [0, 64, -65, -1]
+    judged = rows_of(logits[some], [arg[some] for arg in args])
+    for row, token in zip(judged, tokens[some].tolist(), strict=True):
+        assert oracle.accepts(row, token)
+
+
+@pytest.mark.gpu
 def test_captured_graph_replays_on_new_values(cuda):
     logits = torch.randn(4, 5000, device=cuda)
     args = per_row(cuda, 4, top_k=[0, 50, 0, 0], top_p=[1.0, 0.9, 0.5, 1.0])
