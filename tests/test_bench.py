@@ -165,16 +165,15 @@ def test_greedy_accepts_any_of_equal_maxima():
     assert judge(torch.tensor([0, 0])) == judge(torch.tensor([1, 3])) == 0.5
 
 
-def test_rotated_inputs_exceed_the_l2_twice(monkeypatch):
+def test_rotated_inputs_exceed_the_l2(monkeypatch):
     class Properties:
         L2_cache_size = 60 << 20
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
-    for set_bytes in (8 << 10, 1 << 20, 200 << 20):
-        assert (
-            timing.num_sets(set_bytes, torch.device("cuda")) * set_bytes
-            > 2 * Properties.L2_cache_size
-        )
+    for kib, times in ((8, 2), (1 << 10, 2), (20 << 10, 20), (200 << 10, 64), (8 << 20, 64)):
+        num_sets = timing.num_sets(kib << 10, torch.device("cuda"))
+        assert num_sets * (kib << 10) > times * Properties.L2_cache_size
+        assert num_sets <= max(64, 2 * Properties.L2_cache_size // (kib << 10) + 1)
 
 
 def test_rows_are_on_disk_before_the_file_is_closed(tmp_path):
