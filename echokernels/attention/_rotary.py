@@ -64,13 +64,14 @@ def load_heads(
     part,  # which of the programs that share them this is
     number,
     HEADS: tl.constexpr,
+    EVICTION: tl.constexpr,
 ):
     """The program's heads, as they are stored: a tuple of tiles."""
     TILES: tl.constexpr = HEADS.tiles
     tiles = ()
     for i in tl.static_range(TILES):
         head = _numbers(part * TILES + i, HEADS)
-        tile = _load_tile(token_ptr + head * stride_head, head < number, HEADS)
+        tile = _load_tile(token_ptr + head * stride_head, head < number, HEADS, EVICTION)
         tiles += (tile,)  # type: ignore[assignment]
     return tiles
 
@@ -98,7 +99,7 @@ def load_weight(
 ):
     """A tile with the weight at every head."""
     row = tl.arange(0, HEADS.block_h)[:, None]
-    return _load_tile(weight_ptr + 0 * row, row >= 0, HEADS)
+    return _load_tile(weight_ptr + 0 * row, row >= 0, HEADS, "")
 
 
 @triton.jit
@@ -167,22 +168,25 @@ def _load_tile(
     heads_ptr,  # [block_h, 1]
     head_mask,
     HEADS: tl.constexpr,
+    EVICTION: tl.constexpr,
 ):
     """(x, y, rest), 0 where there is no such head or column."""
     if HEADS.is_neox:
         pair = tl.arange(0, HEADS.block_half)[None, :]
         mask = head_mask & (pair < HEADS.half)
-        x = tl.load(heads_ptr + pair, mask=mask, other=0.0)
-        y = tl.load(heads_ptr + HEADS.half + pair, mask=mask, other=0.0)
+        x = tl.load(heads_ptr + pair, mask=mask, other=0.0, eviction_policy=EVICTION)
+        y_ptr = heads_ptr + HEADS.half + pair
+        y = tl.load(y_ptr, mask=mask, other=0.0, eviction_policy=EVICTION)
     else:
         column = tl.arange(0, 2 * HEADS.block_half)[None, :]
         mask = head_mask & (column < 2 * HEADS.half)
-        xy = tl.load(heads_ptr + column, mask=mask, other=0.0)
+        xy = tl.load(heads_ptr + column, mask=mask, other=0.0, eviction_policy=EVICTION)
         x, y = tl.split(tl.reshape(xy, [HEADS.block_h, HEADS.block_half, 2]))
     rest = x
     if HEADS.block_rest > 0:
         column = 2 * HEADS.half + tl.arange(0, HEADS.block_rest)[None, :]
-        rest = tl.load(heads_ptr + column, mask=head_mask & (column < HEADS.head_dim), other=0.0)
+        mask = head_mask & (column < HEADS.head_dim)
+        rest = tl.load(heads_ptr + column, mask=mask, other=0.0, eviction_policy=EVICTION)
     return x, y, rest
 
 

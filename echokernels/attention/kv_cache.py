@@ -22,6 +22,7 @@ from echokernels._checks import (
     check_same_device,
     check_shape,
 )
+from echokernels._l2 import eviction_of
 from echokernels._launch import launch
 from echokernels._library import define_op
 from echokernels._pdl import early_launch, let_next_start, wait_for_previous
@@ -56,6 +57,7 @@ def _reshape_and_cache_kernel(
     HEAD_TILES: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    EVICTION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     token = (tl.program_id(0) // HEAD_TILES).to(tl.int64)
@@ -69,8 +71,8 @@ def _reshape_and_cache_kernel(
     wait_for_previous(PDL)
     slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
     # On their way before the first instruction that waits for the slot.
-    k = tl.load(k_ptr, mask=k_mask)
-    v = tl.load(v_ptr, mask=v_mask)
+    k = tl.load(k_ptr, mask=k_mask, eviction_policy=EVICTION)
+    v = tl.load(v_ptr, mask=v_mask, eviction_policy=EVICTION)
     let_next_start(PDL)
 
     if (slot >= 0) & (slot < num_slots):
@@ -157,6 +159,7 @@ def _launch(
         HEAD_TILES=head_tiles,
         BLOCK_H=config.block_m,
         BLOCK_D=config.block_n,
+        EVICTION=eviction_of(key, value),
         num_warps=config.num_warps,
         **early_launch(key.device),
     )

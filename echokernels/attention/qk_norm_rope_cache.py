@@ -30,6 +30,7 @@ from echokernels._checks import (
     check_same_device,
     check_shape,
 )
+from echokernels._l2 import eviction_of
 from echokernels._launch import launch
 from echokernels._library import define_op
 from echokernels._pdl import early_launch, let_next_start, wait_for_previous
@@ -76,6 +77,7 @@ def _fused_qk_norm_rope_cache_kernel(
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     PROGRAMS: tl.constexpr,  # of one token
+    EVICTION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     token = (tl.program_id(0) // PROGRAMS).to(tl.int64)
@@ -87,14 +89,14 @@ def _fused_qk_norm_rope_cache_kernel(
     wait_for_previous(PDL)
     position = tl.load(positions_ptr + token).to(tl.int64)
     # All heads are on their way before the first instruction that waits for the position.
-    q = load_heads(q_ptr, HEAD_DIM, part, Q.number, Q)
-    k = load_heads(k_ptr, HEAD_DIM, part, K.number, K)
+    q = load_heads(q_ptr, HEAD_DIM, part, Q.number, Q, EVICTION)
+    k = load_heads(k_ptr, HEAD_DIM, part, K.number, K, EVICTION)
     if q_weight_ptr is not None:
         q_weight = load_weight(q_weight_ptr, Q)
     if k_weight_ptr is not None:
         k_weight = load_weight(k_weight_ptr, K)
     if k_cache_ptr is not None:
-        v = load_heads(v_ptr, HEAD_DIM, part, V.number, V)
+        v = load_heads(v_ptr, HEAD_DIM, part, V.number, V, EVICTION)
         slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
     let_next_start(PDL)
 
@@ -235,6 +237,7 @@ def _launch(
         HEAD_DIM=head_dim,
         PAGE_SIZE=page_size,
         PROGRAMS=programs,
+        EVICTION=eviction_of(qkv),
         num_warps=config.num_warps,
         **early_launch(qkv.device),
     )

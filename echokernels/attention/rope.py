@@ -23,6 +23,7 @@ from echokernels._checks import (
     check_same_device,
     check_shape,
 )
+from echokernels._l2 import eviction_of
 from echokernels._launch import launch
 from echokernels._library import define_op
 from echokernels._pdl import early_launch, let_next_start, wait_for_previous
@@ -56,7 +57,7 @@ def _rotary_embedding_kernel(
     HEADS: tl.constexpr,
     Q_PROGRAMS: tl.constexpr,  # of one token
     K_PROGRAMS: tl.constexpr,
-    PACKED: tl.constexpr,  # heads of a token lie side by side, and so do rows of the table
+    EVICTION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     token = (tl.program_id(0) // (Q_PROGRAMS + K_PROGRAMS)).to(tl.int64)
@@ -72,15 +73,11 @@ def _rotary_embedding_kernel(
         number = NUM_KV_HEADS
         stride_head = key_stride_head
         heads_ptr = key_ptr + token * key_stride_token
-    if PACKED:
-        # As constants they shorten the way to the first load.
-        stride_head = HEADS.head_dim
-        cos_sin_stride = 2 * HEADS.half
 
     wait_for_previous(PDL)
     position = tl.load(positions_ptr + token).to(tl.int64)
     # All heads are on their way before the first instruction that waits for the position.
-    heads = load_heads(heads_ptr, stride_head, part, number, HEADS)
+    heads = load_heads(heads_ptr, stride_head, part, number, HEADS, EVICTION)
     let_next_start(PDL)
     if (position >= 0) & (position < max_position):
         cos, sin = load_angles(cos_sin_ptr + position * cos_sin_stride, HEADS)
@@ -178,8 +175,7 @@ def _launch(
         HEADS=heads,
         Q_PROGRAMS=q_programs,
         K_PROGRAMS=k_programs,
-        PACKED={query_strides[1], key_strides[1]} <= {head_dim, 0}
-        and cos_sin_cache.stride(0) == rotary_dim,
+        EVICTION=eviction_of(query),
         num_warps=config.num_warps,
         **early_launch(query.device),
     )

@@ -15,13 +15,13 @@ import triton
 import triton.language as tl
 
 from echokernels._checks import check_same_device
+from echokernels._l2 import eviction_of
 from echokernels._launch import launch
 from echokernels._library import define_op
 from echokernels._pdl import early_launch, let_next_start, wait_for_previous
 from echokernels._tuning import select
 from echokernels.norm import reference
 from echokernels.norm._row import (
-    is_streamed,
     load_sum,
     load_weight,
     row_pointers,
@@ -63,7 +63,7 @@ def _rms_norm_quant_kernel(
     LIMIT: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     TILES: tl.constexpr,  # of a row
-    STREAMED: tl.constexpr,
+    EVICTION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
@@ -78,8 +78,7 @@ def _rms_norm_quant_kernel(
     )
 
     KEEP: tl.constexpr = TILES == 1
-    FIRST: tl.constexpr = "evict_last" if STREAMED else ""
-    LAST: tl.constexpr = "evict_first" if STREAMED else ""
+    LAST: tl.constexpr = "evict_first" if EVICTION != "" else ""
     wait_for_previous(PDL)
     # The norm divides a row by one number, so |y| is largest where |s * weight| is: one pass finds
     # both.
@@ -88,7 +87,7 @@ def _rms_norm_quant_kernel(
     for tile in tl.static_range(TILES):
         column = (tile * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
         mask = row_mask & (column < width)
-        s = load_sum(x_rows + column, residual_rows + column, mask, HAS_RESIDUAL, FIRST)
+        s = load_sum(x_rows + column, residual_rows + column, mask, HAS_RESIDUAL, EVICTION)
         weighted = s * load_weight(weight_ptr + column, weight_offset, column < width)
         squares += s * s
         bits = tl.maximum(bits, magnitude(weighted))
@@ -165,7 +164,7 @@ def _launch(
         LIMIT=LIMITS[out.dtype],
         HAS_RESIDUAL=residual is not None,
         TILES=triton.cdiv(width, config.block_n),
-        STREAMED=is_streamed(x),
+        EVICTION=eviction_of(x),
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         num_warps=config.num_warps,

@@ -96,6 +96,13 @@ def _divisible(value: Any) -> bool:
     )
 
 
+def narrow_accesses(kernel: Any) -> list[str]:
+    """Loads and stores of a CUDA kernel from and to global memory that are not 16 bytes wide."""
+    accesses = re.findall(r"(?:ld|st)\.global\S*", kernel.asm["ptx"])
+    assert accesses, "nothing is loaded or stored"
+    return [access for access in accesses if ".v4.b32" not in access]
+
+
 def uneven_sums(kernel: Any) -> list[str]:
     """Instructions of a CUDA kernel in which lanes that add each other's products get other sums.
 

@@ -3,11 +3,13 @@
 import pytest
 import torch
 
-from tests.aot.harness import TARGETS, compile_op, meta
+from tests.aot.harness import TARGETS, compile_op, meta, narrow_accesses
 
 
-def compile_write(target, head_dim=128, dtype=torch.bfloat16, index=torch.int64, num_pages=64):
-    kv_heads, tokens, page_size = 8, 5, 16
+def compile_write(
+    target, head_dim=128, dtype=torch.bfloat16, index=torch.int64, num_pages=64, tokens=5
+):
+    kv_heads, page_size = 8, 16
     qkv = meta(tokens, (32 + 2 * kv_heads) * head_dim, dtype=dtype)
     kv = qkv[:, 32 * head_dim :].view(tokens, 2, kv_heads, head_dim)
     cache = meta(num_pages, page_size, kv_heads, head_dim, dtype=dtype)
@@ -34,7 +36,12 @@ def test_a01_more_slots_than_an_int32_counts(target):
     compile_write(target, num_pages=2**28)
 
 
-def test_loads_and_stores_are_16_bytes_wide():
-    (kernel,) = compile_write("sm_90")
-    assert kernel.asm["ptx"].count("ld.global.v4.b32") == 2  # key, value
-    assert kernel.asm["ptx"].count("st.global.v4.b32") == 2
+@pytest.mark.parametrize("target", TARGETS)
+def test_hints_for_the_l2(target):
+    compile_write(target, tokens=16_384)
+
+
+@pytest.mark.parametrize("tokens", [5, 16_384])  # without and with hints for the L2
+def test_loads_and_stores_are_16_bytes_wide(tokens):
+    (kernel,) = compile_write("sm_90", tokens=tokens)
+    assert len(narrow_accesses(kernel)) == 1  # the slot

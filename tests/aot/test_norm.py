@@ -1,11 +1,9 @@
 """The norms compile for every target."""
 
-import re
-
 import pytest
 import torch
 
-from tests.aot.harness import TARGETS, compile_op, local_memory, meta
+from tests.aot.harness import TARGETS, compile_op, local_memory, meta, narrow_accesses
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -30,9 +28,7 @@ def test_fused_add_rms_norm(target, dtype, width):
 def test_accesses_are_16_bytes_wide(rows, width):
     x = meta(rows, width)
     (kernel,) = compile_op("fused_add_rms_norm", "sm_90", x, x, meta(width), 1e-6)
-    accesses = re.findall(r"(?:ld|st)\.global\S*", kernel.asm["ptx"])
-    assert accesses
-    assert all(".v4.b32" in access for access in accesses)
+    assert narrow_accesses(kernel) == []
     assert local_memory(kernel) == 0
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.aot.harness import TARGETS, compile_op, local_memory, meta
+from tests.aot.harness import TARGETS, compile_op, local_memory, meta, narrow_accesses
 
 PAIRINGS = pytest.mark.parametrize("is_neox", [True, False])
 
@@ -17,15 +17,16 @@ def compile_fused(
     index=torch.int64,
     norms="qk",
     has_caches=True,
+    tokens=5,
 ):
     (head_dim, rotary_dim), (num_heads, num_kv_heads) = dims, heads
-    qkv = meta(5, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
+    qkv = meta(tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
     weights = [meta(head_dim, dtype=dtype) if name in norms else None for name in "qk"]
     table = meta(4096, rotary_dim, dtype=torch.float32)
     cache = meta(64, 16, num_kv_heads, head_dim, dtype=dtype)
-    pages = (cache, cache, meta(5, dtype=index)) if has_caches else (None, None, None)
+    pages = (cache, cache, meta(tokens, dtype=index)) if has_caches else (None, None, None)
     return compile_op(
-        "fused_qk_norm_rope_cache", target, qkv, meta(5, dtype=index), table, *weights, 1e-6,
+        "fused_qk_norm_rope_cache", target, qkv, meta(tokens, dtype=index), table, *weights, 1e-6,
         num_heads, num_kv_heads, head_dim, is_neox, *pages, None, None,
     )  # fmt: skip
 
@@ -51,13 +52,18 @@ def test_parts(target, norms, has_caches):
     compile_fused(target, norms=norms, has_caches=has_caches)
 
 
+@pytest.mark.parametrize("target", TARGETS)
+@PAIRINGS
+def test_hints_for_the_l2(target, is_neox):
+    compile_fused(target, is_neox, tokens=16_384)
+
+
 @PAIRINGS
 @pytest.mark.parametrize("heads", [(32, 8), (16, 8), (64, 8), (8, 1), (40, 40)])
-def test_no_thread_asks_another(is_neox, heads):
+@pytest.mark.parametrize("tokens", [5, 16_384])  # without and with hints for the L2
+def test_no_thread_asks_another(is_neox, heads, tokens):
     """All loads and stores are 16 bytes wide, and table, weights and heads are in one layout."""
-    (kernel,) = compile_fused("sm_90", is_neox, heads=heads)
-    ptx = kernel.asm["ptx"]
-    assert ptx.count("ld.global") == ptx.count("ld.global.v4.b32") + 2  # the position, the slot
-    assert ptx.count("st.global") == ptx.count("st.global.v4.b32")
+    (kernel,) = compile_fused("sm_90", is_neox, heads=heads, tokens=tokens)
+    assert len(narrow_accesses(kernel)) == 2  # the position, the slot
     assert kernel.metadata.shared == 0
     assert local_memory(kernel) == 0

@@ -31,12 +31,13 @@ def test_silu_and_mul_quant(code, target, width):
 
 
 @pytest.mark.parametrize("code", [torch.int8, torch.float8_e4m3fn])
-def test_rows_stay_in_registers(code):
-    outputs = codes_and_scale(5, 8192, code)
-    x = meta(5, 8192)
+@pytest.mark.parametrize("rows", [5, 16_384])  # without and with hints for the L2
+def test_rows_stay_in_registers(code, rows):
+    outputs = codes_and_scale(rows, 8192, code)
+    x = meta(rows, 8192)
     (norm,) = compile_op("rms_norm_quant", "sm_90", *outputs, x, x, meta(8192), 1e-6)
     (swiglu,) = compile_op(
-        "silu_and_mul_quant", "sm_90", *codes_and_scale(5, 14_336, code), meta(5, 28_672)
+        "silu_and_mul_quant", "sm_90", *codes_and_scale(rows, 14_336, code), meta(rows, 28_672)
     )
     assert local_memory(norm) == local_memory(swiglu) == 0
 

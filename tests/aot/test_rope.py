@@ -3,19 +3,19 @@
 import pytest
 import torch
 
-from tests.aot.harness import TARGETS, compile_op, local_memory, meta
+from tests.aot.harness import TARGETS, compile_op, local_memory, meta, narrow_accesses
 
 # Pairs of neighbours are split in registers, halves are separate loads: both compile everywhere.
 PAIRINGS = pytest.mark.parametrize("is_neox", [True, False])
 
 
 def compile_rope(
-    target, is_neox, head_dim=128, rotary_dim=128, dtype=torch.bfloat16, index=torch.int64
+    target, is_neox, head_dim=128, rotary_dim=128, dtype=torch.bfloat16, index=torch.int64, tokens=5
 ):
-    qkv = meta(5, (32 + 8 + 8) * head_dim, dtype=dtype)
+    qkv = meta(tokens, (32 + 8 + 8) * head_dim, dtype=dtype)
     query, key, _ = qkv.split([32 * head_dim, 8 * head_dim, 8 * head_dim], dim=1)
     table = meta(4096, rotary_dim, dtype=torch.float32)
-    positions = meta(5, dtype=index)
+    positions = meta(tokens, dtype=index)
     return compile_op("rotary_embedding", target, positions, query, key, head_dim, table, is_neox)
 
 
@@ -31,6 +31,12 @@ def test_rotary_embedding(target, is_neox, head_dim, rotary_dim):
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 def test_dtypes(target, dtype, index):
     compile_rope(target, True, dtype=dtype, index=index)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@PAIRINGS
+def test_hints_for_the_l2(target, is_neox):
+    compile_rope(target, is_neox, tokens=16_384)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -50,11 +56,10 @@ def test_gaps_between_heads(target, is_neox):
 
 
 @PAIRINGS
-def test_no_thread_asks_another(is_neox):
+@pytest.mark.parametrize("tokens", [5, 16_384])  # without and with hints for the L2
+def test_no_thread_asks_another(is_neox, tokens):
     """All loads and stores are 16 bytes wide, and table and heads are in one layout."""
-    (kernel,) = compile_rope("sm_90", is_neox)
-    ptx = kernel.asm["ptx"]
-    assert ptx.count("ld.global") == ptx.count("ld.global.v4.b32") + 1  # the position
-    assert ptx.count("st.global") == ptx.count("st.global.v4.b32")
+    (kernel,) = compile_rope("sm_90", is_neox, tokens=tokens)
+    assert len(narrow_accesses(kernel)) == 1  # the position
     assert kernel.metadata.shared == 0
     assert local_memory(kernel) == 0

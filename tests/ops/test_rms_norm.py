@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import echokernels
+from echokernels import _l2
 from echokernels._replay import bypass
 from echokernels._target import INTERPRETED
 from echokernels.norm import _row
@@ -32,7 +33,7 @@ def streaming(wanted: bool):
     """Within the context, calls of any size take the path of large ones, if that is wanted."""
     stack = ExitStack()
     if wanted:
-        stack.enter_context(mock.patch.object(_row, "STREAMED_BYTES", 0))
+        stack.enter_context(mock.patch.object(_l2, "STREAMED_BYTES", 0))
         stack.enter_context(bypass())
     return stack
 
