@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 
 from echokernels._checks import check_dim, check_same_device
-from echokernels._l2 import eviction_of
 from echokernels._launch import launch
 from echokernels._library import define_op
 from echokernels._pdl import early_launch, let_next_start, wait_for_previous
@@ -32,11 +31,11 @@ from echokernels.quant._row import (
 
 
 @triton.jit
-def _silu_and_mul(gate_ptr, column, width, EVICTION: tl.constexpr):
+def _silu_and_mul(gate_ptr, column, width):
     mask = column < width
-    gate = tl.load(gate_ptr + column, mask=mask, other=0.0, eviction_policy=EVICTION)
-    up = tl.load(gate_ptr + width + column, mask=mask, other=0.0, eviction_policy=EVICTION)
-    return activate(gate.to(tl.float32), "silu") * up.to(tl.float32)
+    gate = tl.load(gate_ptr + column, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_ptr + width + column, mask=mask, other=0.0).to(tl.float32)
+    return activate(gate, "silu") * up
 
 
 @triton.jit
@@ -51,7 +50,6 @@ def _silu_and_mul_quant_kernel(
     LIMIT: tl.constexpr,
     ONE_TILE: tl.constexpr,  # width <= BLOCK_N: the row stays in registers
     BLOCK_N: tl.constexpr,
-    EVICTION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     CODE: tl.constexpr = out_ptr.dtype.element_ty
@@ -62,19 +60,19 @@ def _silu_and_mul_quant_kernel(
 
     wait_for_previous(PDL)
     if ONE_TILE:
-        y = _silu_and_mul(gate_ptr, column, width, EVICTION)
+        y = _silu_and_mul(gate_ptr, column, width)
         let_next_start(PDL)
         scale = row_scale(largest(magnitude(y)), LIMIT)
         tl.store(codes_ptr + column, encode(y, scale, CODE), mask=column < width)
     else:
         bits = tl.zeros([BLOCK_N], tl.int32)
         for start in range(0, width, BLOCK_N):
-            y = _silu_and_mul(gate_ptr, start + column, width, EVICTION)
+            y = _silu_and_mul(gate_ptr, start + column, width)
             bits = tl.maximum(bits, magnitude(y))
         scale = row_scale(largest(bits), LIMIT)
         # Computed again rather than kept: the row is wider than the registers.
         for start in range(0, width, BLOCK_N):
-            y = _silu_and_mul(gate_ptr, start + column, width, EVICTION)
+            y = _silu_and_mul(gate_ptr, start + column, width)
             code = encode(y, scale, CODE)
             tl.store(codes_ptr + start + column, code, mask=start + column < width)
     tl.store(scale_ptr + row * scale_stride_row, scale)
@@ -111,7 +109,6 @@ def _launch(out: torch.Tensor, scale: torch.Tensor, x: torch.Tensor) -> None:
         LIMIT=LIMITS[out.dtype],
         ONE_TILE=width <= config.block_n,
         BLOCK_N=config.block_n,
-        EVICTION=eviction_of(x),
         num_warps=config.num_warps,
         **early_launch(x.device),
     )
