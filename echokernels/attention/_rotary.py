@@ -9,7 +9,7 @@ In registers a head is (x, y, rest). Pair i of x and y is columns (i, i + half) 
 do not turn; if `block_rest` is 0 they are left alone, and `rest` means nothing.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -17,8 +17,7 @@ import triton.language as tl
 from echokernels._tuning import TileConfig
 
 
-@dataclass(frozen=True)
-class Heads:
+class Heads(NamedTuple):
     """What kernels know about the heads of one kind, as one constexpr."""
 
     number: int  # of a token

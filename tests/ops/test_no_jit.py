@@ -6,8 +6,13 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
 
 from echokernels import _launch, no_jit
+from echokernels._library import OPS
+from echokernels._target import INTERPRETED, KNOWN_TARGETS, assume
+from tests.ops.examples import examples
 
 knobs = triton.knobs.runtime
 REFUSED = "a kernel would be compiled within no_jit.*call warmup.*first: kernel\\[4 warps\\]"
@@ -56,6 +61,33 @@ def test_the_hook_of_someone_else_comes_back(monkeypatch):
     with no_jit():
         assert knobs.jit_cache_hook is not hook
     assert knobs.jit_cache_hook is hook
+
+
+class H100:
+    """As much of a driver as Triton asks before it compiles."""
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, _device):
+        return 0
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
+@pytest.mark.parametrize("op", OPS)
+def test_kernels_of_every_op_are_refused(op, monkeypatch):
+    # Triton describes kernels to hooks in JSON, which does not know every constant.
+    def prepare(kernel, grid, args, options):
+        kernel.warmup(*args, grid=grid, **options)
+
+    monkeypatch.setattr(driver, "_active", H100())
+    monkeypatch.setattr(_launch, "_run", prepare)
+    args = examples(torch.device("cpu"))[op]
+    with assume(KNOWN_TARGETS["sm_90"]), no_jit(), pytest.raises(RuntimeError, match="in no_jit"):
+        OPS[op].triton(*args)
 
 
 @triton.jit
