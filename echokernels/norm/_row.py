@@ -25,6 +25,13 @@ def load_sum(x_ptrs, residual_ptrs, mask, HAS_RESIDUAL: tl.constexpr, EVICTION: 
 
 
 @triton.jit
+def reload_sum(x_ptrs, residual_ptrs, mask, HAS_RESIDUAL: tl.constexpr, EVICTION: tl.constexpr):
+    """What `load_sum` has loaded with the same arguments, for the last time."""
+    LAST: tl.constexpr = "evict_first" if EVICTION != "" else ""
+    return load_sum(x_ptrs, residual_ptrs, mask, HAS_RESIDUAL, LAST)
+
+
+@triton.jit
 def load_weight(weight_ptrs, weight_offset, mask):
     return tl.load(weight_ptrs, mask=mask, other=0.0).to(tl.float32) + weight_offset
 

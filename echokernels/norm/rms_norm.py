@@ -34,6 +34,7 @@ from echokernels.norm import reference
 from echokernels.norm._row import (
     load_sum,
     load_weight,
+    reload_sum,
     row_pointers,
     rows_of,
     tile_of,
@@ -73,7 +74,6 @@ def _rms_norm_kernel(
         residual_ptr, row, heads, residual_stride_token, residual_stride_head
     )
 
-    LAST: tl.constexpr = "evict_first" if EVICTION != "" else ""
     wait_for_previous(PDL)
     squares = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for tile in tl.static_range(TILES):
@@ -92,7 +92,7 @@ def _rms_norm_kernel(
         mask = row_mask & (column < width)
         if not KEEP:
             # Neither x nor residual has been overwritten at these columns yet.
-            s = load_sum(x_rows + column, residual_rows + column, mask, HAS_RESIDUAL, LAST)
+            s = reload_sum(x_rows + column, residual_rows + column, mask, HAS_RESIDUAL, EVICTION)
             weight = load_weight(weight_ptr + column, weight_offset, column < width)
         if HAS_RESIDUAL:
             tl.store(residual_rows + column, s.to(residual_ptr.dtype.element_ty), mask=mask)

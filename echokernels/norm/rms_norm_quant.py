@@ -24,6 +24,7 @@ from echokernels.norm import reference
 from echokernels.norm._row import (
     load_sum,
     load_weight,
+    reload_sum,
     row_pointers,
     rows_of,
     tile_of,
@@ -78,7 +79,6 @@ def _rms_norm_quant_kernel(
     )
 
     KEEP: tl.constexpr = TILES == 1
-    LAST: tl.constexpr = "evict_first" if EVICTION != "" else ""
     wait_for_previous(PDL)
     # The norm divides a row by one number, so |y| is largest where |s * weight| is: one pass finds
     # both.
@@ -101,7 +101,7 @@ def _rms_norm_quant_kernel(
         mask = row_mask & (column < width)
         if not KEEP:
             # The residual has not been overwritten at these columns yet.
-            s = load_sum(x_rows + column, residual_rows + column, mask, HAS_RESIDUAL, LAST)
+            s = reload_sum(x_rows + column, residual_rows + column, mask, HAS_RESIDUAL, EVICTION)
             weighted = s * load_weight(weight_ptr + column, weight_offset, column < width)
         if HAS_RESIDUAL:
             tl.store(residual_rows + column, s.to(residual_ptr.dtype.element_ty), mask=mask)
