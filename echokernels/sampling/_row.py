@@ -52,8 +52,9 @@ def sum_of_products(x, y):
     into the addition. Their sums then differ, and loops that compare these end in some threads
     while others wait for them.
     """
-    # What is fused with the addition of 0.0 is not fused with another one.
-    return tl.sum(tl.fma(x, y, 0.0), axis=0)
+    # What is fused with the addition of 0.0 is not fused with another one. A single product is
+    # added to nothing.
+    return tl.sum(tl.fma(x, y, 0.0) if x.shape[0] > 1 else x * y, axis=0)
 
 
 @triton.jit

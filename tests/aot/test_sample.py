@@ -31,9 +31,9 @@ def compile_sample(target, vocab, dtype=torch.bfloat16, index=torch.int64, logpr
 def test_sample(target, vocab):
     summary, choice = compile_sample(target, vocab)
     if target.startswith("sm_"):
-        # Triton 3.6 spills a few registers of the choice where nothing was tuned.
+        # Triton 3.6 spills a few registers of the choice for GPUs that nothing was tuned on.
         assert local_memory(summary) == 0
-        assert local_memory(choice) <= (0 if target == "sm_90" and vocab > 5 else 64)
+        assert local_memory(choice) <= (0 if target == "sm_90" else 64)
 
 
 @pytest.mark.parametrize("target", TARGETS)
