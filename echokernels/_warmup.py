@@ -26,10 +26,11 @@ def warmup(
 
     `run` is to put one such batch through a model, from the embedding to the sampled ids, with the
     strides and dtypes of real steps; what it computes does not matter. Kernels change with the
-    number of tokens at powers of two only (a tile that fits, the limit of a fused projection), and
-    with the block table when its rows become long enough to be split. So afterwards `no_jit()`
-    holds for every batch of at most `max_num_seqs` sequences and `max_num_batched_tokens` new
-    tokens, over block tables of up to `max_model_len` tokens a row.
+    number of tokens at powers of two (a tile that fits, the limit of a fused projection), once
+    where an input fills the L2 cache, which the largest batch then does, and with the block table
+    when its rows become long enough to be split. So afterwards `no_jit()` holds for every batch of
+    at most `max_num_seqs` sequences and `max_num_batched_tokens` new tokens, over block tables of
+    up to `max_model_len` tokens a row.
     progress: called as (done, total) before the first batch and after each.
     Raises ValueError when a limit is below 1.
     """

@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import echokernels
-from echokernels import _launch
+from echokernels import _l2, _launch
 from echokernels._library import OPS
 from echokernels._target import INTERPRETED, KNOWN_TARGETS, assume
 from echokernels.runtime import LLM, SamplingParams, layers
@@ -92,9 +92,11 @@ def mixed_traffic(llm: LLM, seed: int, num_requests: int = 24) -> list[str]:
 
 @pytest.mark.skipif(INTERPRETED, reason="interpreted kernels have no parameters to specialise")
 @pytest.mark.parametrize("page_size", [4, 16])
+@pytest.mark.parametrize("streamed_bytes", [_l2.STREAMED_BYTES, 10_240])  # never, within a chunk
 def test_warmup_launches_all_that_traffic_does(
-    folder: Path, page_size: int, monkeypatch: pytest.MonkeyPatch
+    folder: Path, page_size: int, streamed_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(_l2, "STREAMED_BYTES", streamed_bytes)
     monkeypatch.setattr(layers, "FUSED_TOKENS", 16)
     monkeypatch.setattr(
         layers, "fuses_projections", lambda x, _weight: x.shape[0] <= layers.FUSED_TOKENS
