@@ -96,11 +96,11 @@ def _divisible(value: Any) -> bool:
     )
 
 
-def narrow_accesses(kernel: Any) -> list[str]:
-    """Loads and stores of a CUDA kernel from and to global memory that are not 16 bytes wide."""
-    accesses = re.findall(r"(?:ld|st)\.global\S*", kernel.asm["ptx"])
-    assert accesses, "nothing is loaded or stored"
-    return [access for access in accesses if ".v4.b32" not in access]
+def global_accesses(kernel: Any, *, wide: bool) -> list[str]:
+    """ "ld" and "st" for the loads and stores of a CUDA kernel from and to global memory that are
+    16 bytes wide, or for all others."""
+    accesses = re.findall(r"(ld|st)\.global(\S*)", kernel.asm["ptx"])
+    return [kind for kind, rest in accesses if (".v4.b32" in rest) == wide]
 
 
 def uneven_sums(kernel: Any) -> list[str]:

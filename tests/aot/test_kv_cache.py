@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.aot.harness import TARGETS, compile_op, meta, narrow_accesses
+from tests.aot.harness import TARGETS, compile_op, global_accesses, meta
 
 
 def compile_write(
@@ -44,4 +44,5 @@ def test_hints_for_the_l2(target):
 @pytest.mark.parametrize("tokens", [5, 16_384])  # without and with hints for the L2
 def test_loads_and_stores_are_16_bytes_wide(tokens):
     (kernel,) = compile_write("sm_90", tokens=tokens)
-    assert len(narrow_accesses(kernel)) == 1  # the slot
+    assert sorted(global_accesses(kernel, wide=True)) == ["ld", "ld", "st", "st"]  # key and value
+    assert global_accesses(kernel, wide=False) == ["ld"]  # the slot

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.aot.harness import TARGETS, compile_op, local_memory, meta, narrow_accesses
+from tests.aot.harness import TARGETS, compile_op, global_accesses, local_memory, meta
 
 PAIRINGS = pytest.mark.parametrize("is_neox", [True, False])
 
@@ -64,6 +64,7 @@ def test_hints_for_the_l2(target, is_neox):
 def test_no_thread_asks_another(is_neox, heads, tokens):
     """All loads and stores are 16 bytes wide, and table, weights and heads are in one layout."""
     (kernel,) = compile_fused("sm_90", is_neox, heads=heads, tokens=tokens)
-    assert len(narrow_accesses(kernel)) == 2  # the position, the slot
+    assert {*global_accesses(kernel, wide=True)} == {"ld", "st"}
+    assert global_accesses(kernel, wide=False) == ["ld", "ld"]  # the position, the slot
     assert kernel.metadata.shared == 0
     assert local_memory(kernel) == 0

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.aot.harness import TARGETS, compile_op, local_memory, meta, narrow_accesses
+from tests.aot.harness import TARGETS, compile_op, global_accesses, local_memory, meta
 
 # Pairs of neighbours are split in registers, halves are separate loads: both compile everywhere.
 PAIRINGS = pytest.mark.parametrize("is_neox", [True, False])
@@ -60,6 +60,7 @@ def test_gaps_between_heads(target, is_neox):
 def test_no_thread_asks_another(is_neox, tokens):
     """All loads and stores are 16 bytes wide, and table and heads are in one layout."""
     (kernel,) = compile_rope("sm_90", is_neox, tokens=tokens)
-    assert len(narrow_accesses(kernel)) == 1  # the position
+    assert {*global_accesses(kernel, wide=True)} == {"ld", "st"}
+    assert global_accesses(kernel, wide=False) == ["ld"]  # the position
     assert kernel.metadata.shared == 0
     assert local_memory(kernel) == 0
