@@ -140,18 +140,36 @@ def check_features(
     window_left: int,
     window_right: int,
     softcap: float,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
 ) -> None:
     check_range("window_left", window_left, -1)
     check_range("window_right", window_right, -1)
     check_range("softcap", softcap, 0.0)
-    check_absent("alibi_slopes", alibi_slopes, "ALiBi is not supported yet")
-    check_absent("sinks", sinks, "attention sinks are not supported yet")
     check_absent("k_scale", k_scale, "INT8 caches are not supported yet")
     check_absent("v_scale", v_scale, "INT8 caches are not supported yet")
+
+
+def check_biases(
+    q: torch.Tensor, alibi_slopes: torch.Tensor | None, sinks: torch.Tensor | None, num_seqs: int
+) -> None:
+    """alibi_slopes: f32[heads] or f32[num_seqs, heads]; sinks: [heads]."""
+    heads = q.shape[1]
+    if alibi_slopes is not None:
+        check_dim("alibi_slopes", alibi_slopes, 1, 2)
+        check_shape("alibi_slopes", alibi_slopes, *(num_seqs, heads)[-alibi_slopes.dim() :])
+        check_dtype("alibi_slopes", alibi_slopes, (torch.float32,))
+        check_last_contiguous("alibi_slopes", alibi_slopes)
+    if sinks is not None:
+        check_shape("sinks", sinks, heads)
+        check_dtype("sinks", sinks, FLOATS)
+        check_last_contiguous("sinks", sinks)
+    check_same_device("q", q, alibi_slopes=alibi_slopes, sinks=sinks)
+
+
+def alibi_stride(alibi_slopes: torch.Tensor | None) -> int:
+    """From one sequence's slopes to the next one's: 0 if all share them."""
+    return 0 if alibi_slopes is None or alibi_slopes.dim() == 1 else alibi_slopes.stride(0)
 
 
 def check_page_ids(

@@ -8,6 +8,10 @@ divided by `l` once, at the end.
 The query at token t of a sequence with q_len queries and k_len keys stands at position
 p = t + k_len - q_len (bottom-right alignment) and sees key j if p - window_left <= j <= p +
 window_right. Causal attention is window_right = 0.
+
+A score is scaled, then capped (softcap), then lowered by slope * |p - j| (ALiBi; Press et al.,
+2022), then masked. A sink (Xiao et al., 2024; a learned logit for each head, as in gpt-oss) is one
+more score of each row that has no value: it adds to the denominator, and so to the LSE.
 """
 
 import triton
@@ -86,6 +90,17 @@ def online_softmax(s, m, l):
 
 
 @triton.jit
+def initial(sinks_ptr, head, BLOCK_M: tl.constexpr):
+    """(m, l) before the first key: those of the sink of each row's head, if there are sinks."""
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    if sinks_ptr is not None:
+        m = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
+        l = tl.where(m == float("-inf"), 0.0, 1.0)
+    return m, l
+
+
+@triton.jit
 def attend(
     acc,  # f32[BLOCK_M, BLOCK_D]
     m,  # f32[BLOCK_M]
@@ -95,6 +110,7 @@ def attend(
     end,
     k_len,
     position,  # i32[BLOCK_M]: k-aligned position of each row's query
+    slope,  # f32[BLOCK_M] in base 2, or None: no ALiBi
     k_ptr,  # at the KV head
     v_ptr,
     k_stride_page,
@@ -142,6 +158,8 @@ def attend(
         if HAS_SOFTCAP:
             s = soft_cap(s, softcap)
         s *= LOG2_E
+        if slope is not None:
+            s -= slope[:, None] * tl.abs(position[:, None] - n[None, :])
         if MASKED:
             visible = in_range[None, :]
             if HAS_LEFT:
@@ -156,7 +174,7 @@ def attend(
 
 @triton.jit
 def finish(acc, m, l):
-    """(output, natural-log LSE) of each row; 0 and -inf where no key was visible."""
+    """(output, natural-log LSE) of each row; 0 and -inf where nothing was visible."""
     empty = l == 0.0
     out = acc / tl.where(empty, 1.0, l)[:, None]
     lse = tl.where(empty, float("-inf"), (m + tl.log2(tl.where(empty, 1.0, l))) * LN_2)

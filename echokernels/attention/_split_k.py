@@ -44,8 +44,8 @@ def chunks(
 
 @triton.jit(
     do_not_specialize=[
-        "seqused_k_ptr", "cu_seqlens_q_ptr", "num_tokens", "max_seqlen_q", "split_divisor",
-        "min_chunk", "window_left", "lse_stride_head",
+        "seqused_k_ptr", "cu_seqlens_q_ptr", "sinks_ptr", "num_tokens", "max_seqlen_q",
+        "split_divisor", "min_chunk", "window_left", "lse_stride_head",
     ]
 )  # fmt: skip
 def merge_splits_kernel(
@@ -55,6 +55,7 @@ def merge_splits_kernel(
     partial_lse_ptr,  # f32[splits, num_tokens, heads]
     seqused_k_ptr,
     cu_seqlens_q_ptr,
+    sinks_ptr,  # [heads], or None
     num_tokens,
     max_seqlen_q,
     heads,
@@ -89,6 +90,9 @@ def merge_splits_kernel(
     acc = tl.zeros([BLOCK_D], tl.float32)
     m = tl.full([], float("-inf"), tl.float32)
     l = tl.zeros([], tl.float32)
+    if sinks_ptr is not None:
+        m = tl.load(sinks_ptr + head).to(tl.float32)
+        l = tl.where(m == float("-inf"), 0.0, 1.0)
     for start in range(0, num_splits, BLOCK_S):
         split_id = start + tl.arange(0, BLOCK_S)
         mask = split_id < num_splits

@@ -3,13 +3,13 @@
 A tile holds BLOCK_M rows of one (sequence, KV head). Row r is query token r // GROUP and query head
 r % GROUP of that KV head, so any group size fills the tile, and K and V are loaded once for the
 whole group (GQA packing). Pointers to queries and results come positioned at the sequence's first
-token and the KV head's first query head.
+token and the KV head's first query head, those to slopes and sinks at that head.
 """
 
 import triton
 import triton.language as tl
 
-from echokernels.attention._softmax import attend, finish, key_range
+from echokernels.attention._softmax import LOG2_E, attend, finish, initial, key_range
 
 
 @triton.jit
@@ -38,6 +38,8 @@ def attend_tile(
     k_len,
     share_begin,  # attend to keys [share_begin, share_end) only; the first is a multiple of BLOCK_N
     share_end,
+    alibi_ptr,  # f32[GROUP], or None
+    sinks_ptr,  # [GROUP], or None
     scale,
     softcap,
     window_left,
@@ -73,15 +75,17 @@ def attend_tile(
         unmasked_end = tl.maximum(begin, tl.minimum(full_end // BLOCK_N * BLOCK_N, end))
 
     position = token.to(tl.int32) + shift
+    slope = alibi_ptr
+    if alibi_ptr is not None:
+        slope = tl.load(alibi_ptr + head) * LOG2_E
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
+    m, l = initial(sinks_ptr, head, BLOCK_M)
     for masked in tl.static_range(2):
         acc, m, l = attend(
             acc, m, l, q,
             unmasked_end if masked else begin,
             end if masked else unmasked_end,
-            k_len, position, k_ptr, v_ptr,
+            k_len, position, slope, k_ptr, v_ptr,
             k_stride_page, k_stride_slot, v_stride_page, v_stride_slot, first_row, table_ptr,
             scale, softcap, window_left, window_right,
             masked == 1, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PAGE_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N,

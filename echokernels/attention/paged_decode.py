@@ -23,6 +23,8 @@ from echokernels._target import INTERPRETED, Target, target_of
 from echokernels._tuning import TileConfig, select
 from echokernels.attention import reference
 from echokernels.attention._arguments import (
+    alibi_stride,
+    check_biases,
     check_features,
     check_keys,
     check_lengths,
@@ -45,9 +47,9 @@ from echokernels.attention.workspace import partials
 # Index tensors may be slices at any offset of larger buffers: their alignment varies at run time.
 @triton.jit(
     do_not_specialize=[
-        "block_table_ptr", "seqused_k_ptr", "cu_seqlens_q_ptr", "num_seqs", "num_tiles",
-        "num_tokens", "split_divisor", "min_chunk", "window_left", "window_right",
-        "table_stride", "lse_stride_head",
+        "block_table_ptr", "seqused_k_ptr", "cu_seqlens_q_ptr", "alibi_ptr", "sinks_ptr",
+        "num_seqs", "num_tiles", "num_tokens", "split_divisor", "min_chunk", "window_left",
+        "window_right", "table_stride", "alibi_stride", "lse_stride_head",
     ]
 )  # fmt: skip
 def _paged_attention_kernel(
@@ -61,6 +63,8 @@ def _paged_attention_kernel(
     block_table_ptr,  # [num_seqs, max_pages]
     seqused_k_ptr,  # [num_seqs]
     cu_seqlens_q_ptr,  # [num_seqs + 1], or None: one query each
+    alibi_ptr,  # f32[heads] or f32[num_seqs, heads], or None
+    sinks_ptr,  # [heads], or None: with SPLIT the kernel that merges adds them
     num_seqs,
     num_tiles,
     num_tokens,
@@ -80,6 +84,7 @@ def _paged_attention_kernel(
     v_stride_slot,
     v_stride_head,
     table_stride,
+    alibi_stride,
     scale,
     softcap,
     window_left,
@@ -118,6 +123,10 @@ def _paged_attention_kernel(
             return
 
     head = kv_head * GROUP
+    if alibi_ptr is not None:
+        alibi_ptr += seq * alibi_stride + head
+    if sinks_ptr is not None:
+        sinks_ptr += head
     out, lse = attend_tile(
         tile,
         q_ptr + q_start * q_stride_token + head * q_stride_head,
@@ -125,6 +134,7 @@ def _paged_attention_kernel(
         k_ptr + kv_head * k_stride_head, k_stride_page, k_stride_slot,
         v_ptr + kv_head * v_stride_head, v_stride_page, v_stride_slot,
         0, block_table_ptr + seq * table_stride, k_len, share_begin, share_end,
+        alibi_ptr, sinks_ptr,
         scale, softcap, window_left, window_right, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
         PAGE_SIZE, GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, UPCAST,
     )  # fmt: skip
@@ -204,7 +214,8 @@ def _check(
             "without cu_seqlens_q"
         )
     check_range("max_seqlen_q", max_seqlen_q, 1, 1 if cu_seqlens_q is None else MAX_QUERIES)
-    check_features(window_left, window_right, softcap, alibi_slopes, sinks, k_scale, v_scale)
+    check_features(window_left, window_right, softcap, k_scale, v_scale)
+    check_biases(q, alibi_slopes, sinks, num_seqs)
     check_range("num_splits", num_splits, 0)
     check_range("kv_split_size", kv_split_size, 0)
     if workspace is not None and not workspace.is_contiguous():
@@ -244,8 +255,8 @@ def _launch(
     window_left: int,
     window_right: int,
     softcap: float,
-    alibi_slopes: torch.Tensor | None,  # noqa: ARG001
-    sinks: torch.Tensor | None,  # noqa: ARG001
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     k_scale: torch.Tensor | None,  # noqa: ARG001
     v_scale: torch.Tensor | None,  # noqa: ARG001
     num_splits: int,
@@ -290,6 +301,8 @@ def _launch(
         block_table,
         seqused_k,
         cu_seqlens_q,
+        alibi_slopes,
+        sinks if splits == 1 else None,
         num_seqs,
         num_tiles,
         num_tokens,
@@ -302,6 +315,7 @@ def _launch(
         *k_cache.stride()[:3],
         *v_cache.stride()[:3],
         block_table.stride(0),
+        alibi_stride(alibi_slopes),
         softmax_scale,
         softcap,
         window_left,
@@ -331,6 +345,7 @@ def _launch(
         partial_lse,
         seqused_k,
         cu_seqlens_q,
+        sinks,
         num_tokens,
         max_seqlen_q,
         heads,
@@ -374,6 +389,8 @@ def paged_attention(
     causal: bool = True,
     window: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     num_splits: int = 0,
     kv_split_size: int = 0,
     workspace: torch.Tensor | None = None,
@@ -387,16 +404,17 @@ def paged_attention(
     any strides with the last dimension contiguous. block_table: [num_seqs, max_pages] page ids;
     entries past a sequence's last page are not read. seqused_k: [num_seqs] keys of each sequence,
     its own queries included. Indices are int32 or int64; the others fp16, bf16 or fp32; head_dim a
-    multiple of 8 up to 256; heads a multiple of kv_heads.
+    multiple of 8 up to 256; heads a multiple of kv_heads. window, softcap, alibi_slopes, sinks: as
+    in `flash_attn_varlen`.
 
     num_splits: 0 chooses, 1 does not split, n splits every sequence n ways. kv_split_size > 0 makes
     the result of a sequence independent of its batch, bit for bit: its chunks are
     max(kv_split_size, length / 32 rounded up to a tile). workspace: scratch of
     `attention_workspace_size` bytes; allocated when absent.
 
-    Returns out, shaped as q, and with return_lse also lse f32[heads, tokens] (natural logarithm). A
-    query with no visible key gives 0 and -inf. Raises ValueError or TypeError for arguments that do
-    not fit.
+    Returns out, shaped as q, and with return_lse also lse f32[heads, tokens] (natural logarithm,
+    sinks included). A query with no visible key gives 0 and -inf, or 0 and its sink. Raises
+    ValueError or TypeError for arguments that do not fit.
     """
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -415,8 +433,8 @@ def paged_attention(
         causal,
         *window,
         softcap,
-        None,
-        None,
+        alibi_slopes,
+        sinks,
         None,
         None,
         num_splits,

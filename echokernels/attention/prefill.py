@@ -6,7 +6,7 @@ portable Triton.
 Sequences are packed along the token axis with their boundaries in cu_seqlens_q. Keys and values are
 packed likewise (cu_seqlens_k), or lie in pages (block_table, seqused_k): chunked prefill and prefix
 hits. Products accumulate in fp32; fp32 inputs are multiplied exactly (no TF32). Which key a query
-sees, and the order of softcap and mask, is in `_softmax`.
+sees, and the order of softcap, ALiBi and mask, is in `_softmax`.
 
 Mutates `out` and `lse`, only at tokens of a sequence: those before cu_seqlens_q[0] or from
 cu_seqlens_q[-1] on are left alone.
@@ -29,6 +29,8 @@ from echokernels._target import INTERPRETED, Target, target_of
 from echokernels._tuning import TileConfig, select
 from echokernels.attention import reference
 from echokernels.attention._arguments import (
+    alibi_stride,
+    check_biases,
     check_boundaries,
     check_features,
     check_keys,
@@ -44,8 +46,9 @@ from echokernels.attention._tile import attend_tile, store_tile
 # Index tensors may be slices at any offset of larger buffers: their alignment varies at run time.
 @triton.jit(
     do_not_specialize=[
-        "cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "seqused_k_ptr", "block_table_ptr", "num_tiles",
-        "window_left", "window_right", "table_stride", "lse_stride_head",
+        "cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "seqused_k_ptr", "block_table_ptr", "alibi_ptr",
+        "sinks_ptr", "num_tiles", "window_left", "window_right", "table_stride", "alibi_stride",
+        "lse_stride_head",
     ]
 )  # fmt: skip
 def _flash_attn_varlen_kernel(
@@ -58,6 +61,8 @@ def _flash_attn_varlen_kernel(
     cu_seqlens_k_ptr,  # [num_seqs + 1], or None
     seqused_k_ptr,  # [num_seqs], or None
     block_table_ptr,  # [num_seqs, max_pages], or None
+    alibi_ptr,  # f32[heads] or f32[num_seqs, heads], or None
+    sinks_ptr,  # [heads], or None
     num_tiles,
     kv_heads,
     out_stride_token,
@@ -73,6 +78,7 @@ def _flash_attn_varlen_kernel(
     v_stride_slot,
     v_stride_head,
     table_stride,
+    alibi_stride,
     scale,
     softcap,
     window_left,
@@ -111,13 +117,17 @@ def _flash_attn_varlen_kernel(
     if PAGE_SIZE > 0:
         table_ptr += seq * table_stride
     head = kv_head * GROUP
+    if alibi_ptr is not None:
+        alibi_ptr += seq * alibi_stride + head
+    if sinks_ptr is not None:
+        sinks_ptr += head
     out, lse = attend_tile(
         tile,
         q_ptr + q_start * q_stride_token + head * q_stride_head,
         q_stride_token, q_stride_head, q_len,
         k_ptr + kv_head * k_stride_head, k_stride_page, k_stride_slot,
         v_ptr + kv_head * v_stride_head, v_stride_page, v_stride_slot,
-        k_start, table_ptr, k_len, 0, k_len,
+        k_start, table_ptr, k_len, 0, k_len, alibi_ptr, sinks_ptr,
         scale, softcap, window_left, window_right, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
         PAGE_SIZE, GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, UPCAST,
     )  # fmt: skip
@@ -190,7 +200,8 @@ def _check(
     check_keys(q, k, v, ("k", "v"))
     check_range("max_seqlen_q", max_seqlen_q, 0)
     check_range("max_seqlen_k", max_seqlen_k, 0)
-    check_features(window_left, window_right, softcap, alibi_slopes, sinks, k_scale, v_scale)
+    check_features(window_left, window_right, softcap, k_scale, v_scale)
+    check_biases(q, alibi_slopes, sinks, num_seqs)
     check_same_device(
         "q", q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k
     )
@@ -237,8 +248,8 @@ def _launch(
     window_left: int,
     window_right: int,
     softcap: float,
-    alibi_slopes: torch.Tensor | None,  # noqa: ARG001
-    sinks: torch.Tensor | None,  # noqa: ARG001
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     k_scale: torch.Tensor | None,  # noqa: ARG001
     v_scale: torch.Tensor | None,  # noqa: ARG001
 ) -> None:
@@ -267,6 +278,8 @@ def _launch(
         cu_seqlens_k,
         seqused_k,
         block_table,
+        alibi_slopes,
+        sinks,
         num_tiles,
         kv_heads,
         *out.stride()[:2],
@@ -275,6 +288,7 @@ def _launch(
         *(k.stride()[:3] if paged else (0, *k.stride()[:2])),
         *(v.stride()[:3] if paged else (0, *v.stride()[:2])),
         block_table.stride(0) if block_table is not None else 0,
+        alibi_stride(alibi_slopes),
         softmax_scale,
         softcap,
         window_left,
@@ -322,6 +336,8 @@ def flash_attn_varlen(
     causal: bool = False,
     window: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -336,10 +352,12 @@ def flash_attn_varlen(
     max_seqlen_q: at least the longest query length (the number of tokens by default); rows beyond
     it are not computed. softmax_scale: 1 / sqrt(head_dim) by default. window: (left, right) keys
     seen besides the aligned one, -1 for all; causal sets right to 0. softcap: 0 for none.
+    alibi_slopes: f32 [heads] or [num_seqs, heads]; the score of a key at distance d is lowered by
+    slope * d. sinks: [heads], the logit of a key that every query sees and that has no value.
 
     Returns out [tokens, heads, head_dim], and with return_lse also lse f32[heads, tokens] (natural
-    logarithm). A query with no visible key gives 0 and -inf. Raises ValueError or TypeError for
-    arguments that do not fit.
+    logarithm, sinks included). A query with no visible key gives 0 and -inf, or 0 and its sink.
+    Raises ValueError or TypeError for arguments that do not fit.
     """
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -362,8 +380,8 @@ def flash_attn_varlen(
         causal,
         *window,
         softcap,
-        None,
-        None,
+        alibi_slopes,
+        sinks,
         None,
         None,
     )

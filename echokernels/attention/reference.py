@@ -29,8 +29,8 @@ def flash_attn_varlen(
     window_left: int,
     window_right: int,
     softcap: float,
-    alibi_slopes: torch.Tensor | None,  # noqa: ARG001
-    sinks: torch.Tensor | None,  # noqa: ARG001
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     k_scale: torch.Tensor | None,  # noqa: ARG001
     v_scale: torch.Tensor | None,  # noqa: ARG001
 ) -> None:
@@ -52,7 +52,18 @@ def flash_attn_varlen(
             rows = slice(k_starts[seq], k_starts[seq] + k_lens[seq])
             keys, values = k[rows], v[rows]
         seq_lse = None if lse is None else lse[:, start:end]
-        _attend(out[start:end], seq_lse, q[start:end], keys, values, window, softmax_scale, softcap)
+        _attend(
+            out[start:end],
+            seq_lse,
+            q[start:end],
+            keys,
+            values,
+            window,
+            softmax_scale,
+            softcap,
+            _of_sequence(alibi_slopes, seq),
+            sinks,
+        )
 
 
 def paged_attention(
@@ -70,8 +81,8 @@ def paged_attention(
     window_left: int,
     window_right: int,
     softcap: float,
-    alibi_slopes: torch.Tensor | None,  # noqa: ARG001
-    sinks: torch.Tensor | None,  # noqa: ARG001
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     k_scale: torch.Tensor | None,  # noqa: ARG001
     v_scale: torch.Tensor | None,  # noqa: ARG001
     num_splits: int,  # noqa: ARG001
@@ -89,7 +100,18 @@ def paged_attention(
             _gather(cache, block_table[seq], k_lens[seq]) for cache in (k_cache, v_cache)
         )
         seq_lse = None if lse is None else lse[:, start:end]
-        _attend(out[start:end], seq_lse, q[start:end], keys, values, window, softmax_scale, softcap)
+        _attend(
+            out[start:end],
+            seq_lse,
+            q[start:end],
+            keys,
+            values,
+            window,
+            softmax_scale,
+            softcap,
+            _of_sequence(alibi_slopes, seq),
+            sinks,
+        )
 
 
 def merge_attn_states(
@@ -247,6 +269,8 @@ def _attend(
     window: tuple[int, int],
     scale: float,
     softcap: float,
+    alibi_slopes: torch.Tensor | None,  # [heads]
+    sinks: torch.Tensor | None,  # [heads]
 ) -> None:
     """One sequence: writes `out` and `lse`."""
     queries, keys, group = q.shape[0], k.shape[0], q.shape[1] // k.shape[1]
@@ -255,7 +279,8 @@ def _attend(
     rows = q.unflatten(1, (-1, group)).permute(1, 2, 0, 3).flatten(1, 2).to(dtype)
     k, v = (t.transpose(0, 1).to(dtype) for t in (k, v))
     mask = _visible(queries, keys, window)
-    if softcap == 0 and lse is None and queries <= keys:
+    is_plain = softcap == 0 and alibi_slopes is None and sinks is None
+    if is_plain and lse is None and queries <= keys:
         # The usual case: PyTorch's fused attention, which wants a visible key for every query.
         tiled = None if mask is None else mask.repeat(group, 1)
         result = torch.nn.functional.scaled_dot_product_attention(
@@ -265,17 +290,35 @@ def _attend(
         scores = rows @ k.transpose(1, 2) * scale
         if softcap > 0:
             scores = softcap * torch.tanh(scores / softcap)
+        if alibi_slopes is not None:
+            position = torch.arange(keys - queries, keys, device=q.device)
+            distance = (position[:, None] - torch.arange(keys, device=q.device)).abs()
+            bias = alibi_slopes.to(dtype).view(-1, group, 1, 1) * distance
+            scores -= bias.flatten(1, 2)
         if mask is not None:
             scores = scores.masked_fill(~mask.repeat(group, 1), float("-inf"))
-        result, row_lse = _softmax_product(scores, v)
+        row_sinks = None
+        if sinks is not None:
+            row_sinks = sinks.to(dtype).view(-1, group).repeat_interleave(queries, 1)
+        result, row_lse = _softmax_product(scores, v, row_sinks)
         if lse is not None:
             lse.copy_(row_lse.reshape(-1, queries))
     out.copy_(result.unflatten(1, (group, queries)).permute(2, 0, 1, 3).flatten(1, 2))
 
 
-def _softmax_product(scores: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(softmax(scores) v, logsumexp(scores)); 0 and -inf for rows without a finite score."""
+def _of_sequence(alibi_slopes: torch.Tensor | None, seq: int) -> torch.Tensor | None:
+    """[heads]"""
+    return alibi_slopes if alibi_slopes is None or alibi_slopes.dim() == 1 else alibi_slopes[seq]
+
+
+def _softmax_product(
+    scores: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(softmax(scores) v, logsumexp(scores)), where a row's sink is one more score, without a
+    value; 0 and -inf for rows without a finite score."""
     lse = scores.logsumexp(-1)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks)
     weights = torch.exp(scores - torch.where(lse.isneginf(), 0.0, lse)[..., None])
     return weights @ v, lse
 

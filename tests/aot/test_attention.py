@@ -13,8 +13,10 @@ def index(*shape):
     return meta(*shape, dtype=torch.int32)
 
 
-def features(*, window=-1, softcap=0.0):
-    return 0.125, True, window, -1, softcap, None, None, None, None
+def features(heads, *, window=-1, softcap=0.0, biased=False):
+    slopes = meta(heads, dtype=torch.float32) if biased else None
+    sinks = meta(heads, dtype=torch.bfloat16) if biased else None
+    return 0.125, True, window, -1, softcap, slopes, sinks, None, None
 
 
 def assert_in_registers(kernels, target):
@@ -37,7 +39,7 @@ def prefill_args(head_dim, dtype, tokens, *, page_size=0, group=4, **options):
         k = meta(tokens, 2, head_dim, dtype=dtype)
         keys = (k, k, index(3), index(3), None, None)
     lse = meta(2 * group, tokens, dtype=torch.float32)
-    return (q, lse, q, *keys, tokens, 4096, *features(**options))
+    return (q, lse, q, *keys, tokens, 4096, *features(2 * group, **options))
 
 
 def decode_args(head_dim, dtype, *, queries=1, num_splits=0, group=4, page_size=16, **options):
@@ -47,7 +49,8 @@ def decode_args(head_dim, dtype, *, queries=1, num_splits=0, group=4, page_size=
     lse = meta(2 * group, tokens, dtype=torch.float32)
     boundaries = index(4) if queries > 1 else None
     return (
-        q, lse, q, k, k, index(3, 512), index(3), boundaries, queries, *features(**options),
+        q, lse, q, k, k, index(3, 512), index(3), boundaries, queries,
+        *features(2 * group, **options),
         num_splits, 0, None,
     )  # fmt: skip
 
@@ -73,10 +76,11 @@ def test_flash_attn_varlen_of_short_chunks(target, tokens):
     "variant",
     [
         {"dtype": torch.float16, "window": 100, "softcap": 30.0},
+        {"dtype": torch.bfloat16, "biased": True},
         {"dtype": torch.float32},
         {"dtype": torch.bfloat16, "page_size": 1, "group": 5},
     ],
-    ids=["window-softcap", "fp32", "page-1-group-5"],
+    ids=["window-softcap", "alibi-sinks", "fp32", "page-1-group-5"],
 )
 def test_flash_attn_varlen_variants(target, head_dim, variant):
     variant = dict(variant)
@@ -100,10 +104,11 @@ def test_paged_attention(target, head_dim, queries):
     "variant",
     [
         {"dtype": torch.float16, "window": 100, "softcap": 30.0},
+        {"dtype": torch.bfloat16, "biased": True},
         {"dtype": torch.float32},
         {"dtype": torch.bfloat16, "page_size": 1, "group": 5, "num_splits": 1},
     ],
-    ids=["window-softcap", "fp32", "page-1-group-5-unsplit"],
+    ids=["window-softcap", "alibi-sinks", "fp32", "page-1-group-5-unsplit"],
 )
 def test_paged_attention_variants(target, head_dim, variant):
     variant = dict(variant)

@@ -30,7 +30,7 @@ def examples(device: torch.device, tokens: int = 5) -> dict[str, tuple[Any, ...]
     q, k, v = qkv[:, :4], qkv[:, 4:5], qkv[:, 5:]
     k_cache, v_cache = new(8, 8, 1, 32), new(8, 1, 8, 32).transpose(1, 2)
     table = torch.stack((steps(0, 1) % 8, steps(3, 1) % 8), dim=1)
-    off = (None, None, None, None)  # ALiBi, sinks, scales
+    biases = (new(4).abs(), new(4), None, None)  # ALiBi, sinks, scales
     lse = new(4, tokens)
     ones = torch.ones(tokens, device=device)
     gated = {
@@ -67,11 +67,11 @@ def examples(device: torch.device, tokens: int = 5) -> dict[str, tuple[Any, ...]
         "reshape_and_cache": (k, v, k_cache, v_cache, steps(-1, 2), None, None),
         "flash_attn_varlen": (
             torch.zeros_like(q), lse.clone(), q, k, v, index(0, 2, tokens), index(0, 2, tokens),
-            None, None, tokens, tokens, 0.2, True, -1, -1, 0.0, *off,
+            None, None, tokens, tokens, 0.2, True, -1, -1, 0.0, *biases,
         ),
         "paged_attention": (
             torch.zeros_like(q), None, q, k_cache, v_cache, table, steps(9, 1) % 17, None,
-            1, 0.2, True, -1, -1, 0.0, *off, 2, 0, None,
+            1, 0.2, True, -1, -1, 0.0, *biases, 2, 0, None,
         ),
         "merge_attn_states": (torch.zeros_like(q), lse.clone(), q, lse, q.flip(0), lse.flip(1)),
         "sample": (

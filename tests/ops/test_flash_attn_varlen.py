@@ -8,7 +8,13 @@ from hypothesis import strategies as st
 from echokernels import flash_attn_varlen
 from echokernels._target import INTERPRETED, KNOWN_TARGETS
 from echokernels.attention.prefill import _config
-from tests.ops.attention_oracle import Features, attend_ragged, check, values_scale
+from tests.ops.attention_oracle import (
+    Features,
+    attend_ragged,
+    biases,
+    check,
+    values_scale,
+)
 from tests.ops.paged_cache import make_cache
 from tests.strategies import dtypes, generator, poisoned, randn, seeds, strided_randn
 from tests.tolerances import assert_close
@@ -25,6 +31,8 @@ features = st.builds(
     causal=st.booleans(),
     window=st.sampled_from([(-1, -1), (-1, -1), (0, 0), (3, -1), (-1, 2), (16, 4)]),
     softcap=st.sampled_from([0.0, 0.0, 2.0]),
+    alibi=st.sampled_from(["", "", "heads", "sequences"]),
+    sinks=st.booleans(),
 )
 
 
@@ -49,6 +57,7 @@ def test_contiguous(device, lengths, heads, head_dim, dtype, index_dtype, featur
     q = strided_randn(sum(q_lens), heads, head_dim, dtype=dtype, device=device, gen=gen, pad=pad)
     k = strided_randn(sum(k_lens), kv_heads, head_dim, dtype=dtype, device=device, gen=gen, pad=pad)
     v = strided_randn(sum(k_lens), kv_heads, head_dim, dtype=dtype, device=device, gen=gen, pad=pad)
+    extra = biases(features, len(q_lens), heads, dtype, device, gen)
     out, lse = flash_attn_varlen(
         q,
         k,
@@ -62,9 +71,10 @@ def test_contiguous(device, lengths, heads, head_dim, dtype, index_dtype, featur
         softcap=features.softcap,
         out=poisoned(*q.shape, dtype=dtype, device=device),
         return_lse=True,
+        **extra,
     )
     keys, values = list(k.split(k_lens)), list(v.split(k_lens))
-    want = attend_ragged(q, keys, values, q_lens, head_dim**-0.5, features)
+    want = attend_ragged(q, keys, values, q_lens, head_dim**-0.5, features, **extra)
     check(out, lse, *want, values)
 
 
@@ -97,6 +107,7 @@ def test_paged(
         index_dtype=index_dtype,
         head_major=head_major,
     )
+    extra = biases(features, len(q_lens), heads, dtype, device, gen)
     out, lse = flash_attn_varlen(
         q,
         cache.k_cache,
@@ -110,8 +121,9 @@ def test_paged(
         softcap=features.softcap,
         out=poisoned(*q.shape, dtype=dtype, device=device),
         return_lse=True,
+        **extra,
     )
-    want = attend_ragged(q, cache.keys, cache.values, q_lens, head_dim**-0.5, features)
+    want = attend_ragged(q, cache.keys, cache.values, q_lens, head_dim**-0.5, features, **extra)
     check(out, lse, *want, cache.values)
 
 
@@ -320,6 +332,11 @@ def bad_arguments():
     yield {"window": (-2, 0)}, ValueError, "window_left is -2, must be at least -1"
     yield {"softcap": float("nan")}, ValueError, "softcap is nan, must be at least 0.0"
     yield {"softmax_scale": float("inf")}, ValueError, "softmax_scale is inf, must be finite"
+    yield {"sinks": torch.zeros(3)}, ValueError, "sinks.shape is (3,), must be (2)"
+    yield {"sinks": torch.zeros(2).int()}, TypeError, "sinks.dtype is int32, must be float16"
+    slopes = torch.zeros(3, 2)
+    yield {"alibi_slopes": slopes}, ValueError, "alibi_slopes.shape is (3, 2), must be (1, 2)"
+    yield {"alibi_slopes": slopes.half()[0]}, TypeError, "alibi_slopes.dtype is float16, must be"
 
 
 @pytest.mark.parametrize(("change", "error", "message"), list(bad_arguments()))
@@ -339,7 +356,7 @@ def test_bad_arguments(change, error, message):
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["alibi_slopes", "sinks", "k_scale", "v_scale"])
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
 def test_what_is_not_supported_yet_is_refused(name):
     zeros, cu_seqlens = torch.zeros(4, 2, 16), torch.tensor([0, 4], dtype=torch.int32)
     options = dict.fromkeys(("alibi_slopes", "sinks", "k_scale", "v_scale")) | {name: zeros[0, 0]}

@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 from echokernels import attention_workspace_size, paged_attention
 from echokernels._target import INTERPRETED, KNOWN_TARGETS
 from echokernels.attention.paged_decode import _config
-from tests.ops.attention_oracle import Features, attend_ragged, check, values_scale
+from tests.ops.attention_oracle import (
+    Features,
+    attend_ragged,
+    biases,
+    check,
+    values_scale,
+)
 from tests.ops.paged_cache import make_cache
 from tests.strategies import dtypes, generator, poisoned, randn, seeds
 from tests.tolerances import assert_close
@@ -23,6 +29,8 @@ features = st.builds(
     causal=st.booleans(),
     window=st.sampled_from([(-1, -1), (-1, -1), (0, 0), (9, -1), (100, 3)]),
     softcap=st.sampled_from([0.0, 0.0, 2.0]),
+    alibi=st.sampled_from(["", "", "heads", "sequences"]),
+    sinks=st.booleans(),
 )
 splits = st.sampled_from(
     [
@@ -76,6 +84,7 @@ def test_one_query(
         index_dtype=index_dtype,
         head_major=head_major,
     )
+    extra = biases(features, len(k_lens), heads, dtype, device, gen)
     out, lse = paged_attention(
         q,
         cache.k_cache,
@@ -88,8 +97,10 @@ def test_one_query(
         out=poisoned(*q.shape, dtype=dtype, device=device),
         return_lse=True,
         **split,
+        **extra,
     )
-    want = attend_ragged(q, cache.keys, cache.values, [1] * len(k_lens), head_dim**-0.5, features)
+    q_lens = [1] * len(k_lens)
+    want = attend_ragged(q, cache.keys, cache.values, q_lens, head_dim**-0.5, features, **extra)
     check(out, lse, *want, cache.values)
 
 
@@ -121,6 +132,7 @@ def test_several_queries(device, lengths, heads, head_dim, dtype, features, spli
         gen=gen,
     )
     cu_seqlens_q = torch.tensor([0, *torch.tensor(q_lens).cumsum(0).tolist()], device=device)
+    extra = biases(features, len(k_lens), heads, dtype, device, gen)
     out, lse = paged_attention(
         q,
         cache.k_cache,
@@ -135,8 +147,9 @@ def test_several_queries(device, lengths, heads, head_dim, dtype, features, spli
         out=poisoned(*q.shape, dtype=dtype, device=device),
         return_lse=True,
         **split,
+        **extra,
     )
-    want = attend_ragged(q, cache.keys, cache.values, q_lens, head_dim**-0.5, features)
+    want = attend_ragged(q, cache.keys, cache.values, q_lens, head_dim**-0.5, features, **extra)
     check(out, lse, *want, cache.values)
 
 
