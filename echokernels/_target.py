@@ -36,6 +36,12 @@ class Target:
         return not INTERPRETED and self.backend == "cuda" and int(self.arch) >= 90
 
     @property
+    def has_wgmma(self) -> bool:
+        """Warpgroups multiply from shared memory: what the Gluon kernels for Hopper are written
+        for. Other architectures have other instructions."""
+        return not INTERPRETED and self.backend == "cuda" and self.arch == 90
+
+    @property
     def casts_to_fp8(self) -> bool:
         """Kernels can round to float8_e4m3fn."""
         return INTERPRETED or self.backend == "hip" or int(self.arch) >= 89

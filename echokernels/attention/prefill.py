@@ -12,6 +12,11 @@ Mutates `out` and `lse`, only at tokens of a sequence: those before cu_seqlens_q
 cu_seqlens_q[-1] on are left alone.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Literal
+
 import torch
 import triton
 import triton.language as tl
@@ -25,9 +30,10 @@ from echokernels._checks import (
 )
 from echokernels._launch import launch
 from echokernels._library import define_op
+from echokernels._replay import bypass
 from echokernels._target import INTERPRETED, Target, target_of
 from echokernels._tuning import TileConfig, select
-from echokernels.attention import reference
+from echokernels.attention import prefill_hopper, reference
 from echokernels.attention._arguments import (
     alibi_stride,
     check_biases,
@@ -41,6 +47,19 @@ from echokernels.attention._arguments import (
     check_queries,
 )
 from echokernels.attention._tile import attend_tile, store_tile
+
+_path: ContextVar[str] = ContextVar("echokernels_prefill_path", default="auto")
+
+
+@contextmanager
+def forced_path(path: Literal["auto", "portable"]) -> Iterator[None]:
+    """Within the context, prefill runs the portable kernel even where another would be chosen."""
+    token = _path.set(path)
+    try:
+        with bypass():
+            yield
+    finally:
+        _path.reset(token)
 
 
 # Index tensors may be slices at any offset of larger buffers: their alignment varies at run time.
@@ -253,17 +272,28 @@ def _launch(
     k_scale: torch.Tensor | None,  # noqa: ARG001
     v_scale: torch.Tensor | None,  # noqa: ARG001
 ) -> None:
-    if q.shape[0] == 0 or q.shape[1] == 0:
+    num_seqs = cu_seqlens_q.shape[0] - 1
+    if q.shape[0] == 0 or q.shape[1] == 0 or num_seqs == 0:
+        return
+    target = target_of(q.device)
+    if _path.get() != "portable" and prefill_hopper.can_run(
+        target, q, k, v, out, num_seqs, block_table, softmax_scale
+    ):
+        head_dim = q.shape[2]
+        tile = select("flash_attn_varlen_hopper", head_dim, lambda: prefill_hopper.config(head_dim))
+        window = (window_left, 0 if causal else window_right)
+        prefill_hopper.launch_hopper(
+            tile, target, out, lse, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table,
+            softmax_scale, window, softcap, alibi_slopes, sinks,
+        )  # fmt: skip
         return
     head_dim, kv_heads = q.shape[2], k.shape[-2]
     group = q.shape[1] // kv_heads
     rows = max_seqlen_q * group
-    target = target_of(q.device)
     key = (head_dim, q.element_size(), min(triton.next_power_of_2(max(rows, 1)), 128), target.name)
     config = select(
         "flash_attn_varlen", key, lambda: _config(head_dim, q.element_size(), rows, target)
     )
-    num_seqs = cu_seqlens_q.shape[0] - 1
     num_tiles = triton.cdiv(rows, config.block_m)
     paged = block_table is not None
     launch(

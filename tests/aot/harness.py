@@ -16,6 +16,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from echokernels import _launch
 from echokernels._library import OPS
@@ -73,7 +75,8 @@ def _compile(kernel: Any, values: tuple[Any, ...], options: dict[str, Any], targ
         if _divisible(value) and not parameter.do_not_specialize:
             attributes[index,] = [["tt.divisibility", 16]]
     compiler_options = {k: v for k, v in options.items() if k not in kernel.arg_names}
-    source = ASTSource(kernel, signature, constants, attributes)
+    source_class = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    source = source_class(kernel, signature, constants, attributes)
     gpu = GPUTarget(target.backend, target.arch, target.warp_size)
     return triton.compile(source, target=gpu, options=compiler_options)
 
@@ -81,6 +84,9 @@ def _compile(kernel: Any, values: tuple[Any, ...], options: dict[str, Any], targ
 def _type(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return _POINTERS[value.dtype]
+    if isinstance(value, TensorDescriptor):
+        element = _POINTERS[value.base.dtype].removeprefix("*")
+        return f"tensordesc<{element}{value.block_shape},{value.layout!r}>"
     if isinstance(value, bool):
         return "i1"
     if isinstance(value, int):

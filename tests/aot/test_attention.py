@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from echokernels.attention.prefill import forced_path
 from tests.aot.harness import TARGETS, compile_op, local_memory, meta, spills_in_loops
 
 # 80 is padded to 128 and 192 to 256.
@@ -20,8 +21,9 @@ def features(heads, *, window=-1, softcap=0.0, biased=False):
 
 
 def assert_in_registers(kernels, target):
-    # sm_90 spills nothing. Elsewhere ptxas parks a few addresses of the epilogue during the loops;
-    # on sm_100 loops cannot be told apart, for waits stand behind the end and jump back.
+    # sm_90 spills nothing of the portable kernels. Elsewhere ptxas parks a few addresses of the
+    # epilogue during the loops; on sm_100 loops cannot be told apart, for waits stand behind the
+    # end and jump back.
     for kernel in kernels:
         if target.startswith("sm_"):
             allowed = 0 if target == "sm_90" else 32
@@ -55,19 +57,24 @@ def decode_args(head_dim, dtype, *, queries=1, num_splits=0, group=4, page_size=
     )  # fmt: skip
 
 
+def compile_portable(target, *args):
+    with forced_path("portable"):
+        return compile_op("flash_attn_varlen", target, *args)
+
+
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("page_size", [0, 16])
 def test_flash_attn_varlen(target, head_dim, page_size):
     args = prefill_args(head_dim, torch.bfloat16, 4096, page_size=page_size)
-    assert_in_registers(compile_op("flash_attn_varlen", target, *args), target)
+    assert_in_registers(compile_portable(target, *args), target)
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("tokens", [1, 8])  # tiles of 16 and 32 rows
 def test_flash_attn_varlen_of_short_chunks(target, tokens):
     args = prefill_args(128, torch.bfloat16, tokens, page_size=16)
-    assert_in_registers(compile_op("flash_attn_varlen", target, *args), target)
+    assert_in_registers(compile_portable(target, *args), target)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -85,7 +92,35 @@ def test_flash_attn_varlen_of_short_chunks(target, tokens):
 def test_flash_attn_varlen_variants(target, head_dim, variant):
     variant = dict(variant)
     args = prefill_args(head_dim, variant.pop("dtype"), 4096, **variant)
-    assert_in_registers(compile_op("flash_attn_varlen", target, *args), target)
+    assert_in_registers(compile_portable(target, *args), target)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize(
+    ("options", "parked"),
+    [
+        ({}, 0),
+        ({"page_size": 16}, 0),
+        ({"dtype": torch.float16, "biased": True}, 0),
+        # What all warps start with is parked once, and looked up beside each key tile.
+        ({"window": 100}, 32),
+        ({"window": 100, "page_size": 64}, 40),
+        ({"softcap": 30.0}, 40),
+        ({"window": 100, "softcap": 30.0, "biased": True}, 40),
+    ],
+    ids=["plain", "pages", "alibi-sinks", "window", "window-pages", "softcap", "all"],
+)
+def test_prefill_hopper(head_dim, options, parked):
+    options = {"dtype": torch.bfloat16} | options
+    args = prefill_args(head_dim, options.pop("dtype"), 4096, **options)
+    kernels = compile_op("flash_attn_varlen", "sm_90", *args)
+    if options.get("page_size") and head_dim in (96, 192):
+        assert [kernel.name for kernel in kernels] == ["_flash_attn_varlen_kernel"]
+        return
+    schedule, prefill = kernels
+    assert "wgmma.mma_async" in prefill.asm["ptx"]
+    assert local_memory(schedule) == 0
+    assert local_memory(prefill) <= parked
 
 
 @pytest.mark.parametrize("target", TARGETS)

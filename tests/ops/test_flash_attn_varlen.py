@@ -1,5 +1,7 @@
 """flash_attn_varlen, contiguous and over pages, against the float64 oracle."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 
 from echokernels import flash_attn_varlen
 from echokernels._target import INTERPRETED, KNOWN_TARGETS
-from echokernels.attention.prefill import _config
+from echokernels.attention.prefill import _config, forced_path
 from tests.ops.attention_oracle import (
     Features,
     attend_ragged,
@@ -26,6 +28,8 @@ HEAD_DIMS = [8, 16, 64, 80, 96, 128, 192, 256]
 # (q_len, k_len): empty, decode, prefill, chunk with a prefix, more queries than keys, no keys at
 # all.
 LENGTHS = [(0, 0), (0, 5), (1, 1), (1, 37), (3, 3), (17, 17), (5, 70), (33, 66), (9, 4), (4, 0)]
+# Of several tiles, whole and with an end, in each of the ways above.
+LONG = [(300, 300), (129, 129), (128, 640), (1, 3000), (64, 0), (513, 700), (1000, 90), (70, 1000)]
 features = st.builds(
     Features,
     causal=st.booleans(),
@@ -34,6 +38,15 @@ features = st.builds(
     alibi=st.sampled_from(["", "", "heads", "sequences"]),
     sinks=st.booleans(),
 )
+
+
+@pytest.fixture(
+    params=["auto", pytest.param("portable", marks=pytest.mark.gpu)], scope="module", autouse=True
+)
+def path(request):
+    """On a GPU with a path of its own the portable one is tested as well."""
+    with forced_path(request.param):
+        yield
 
 
 def boundaries(lens, dtype, device):
@@ -124,6 +137,62 @@ def test_paged(
         **extra,
     )
     want = attend_ragged(q, cache.keys, cache.values, q_lens, head_dim**-0.5, features, **extra)
+    check(out, lse, *want, cache.values)
+
+
+@pytest.mark.gpu
+@given(
+    lengths=st.lists(st.sampled_from(LONG), min_size=1, max_size=5),
+    heads=st.sampled_from([(2, 2), (4, 1), (6, 2)]),
+    head_dim=st.sampled_from([64, 80, 96, 128, 192, 256]),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16]),
+    page_size=st.sampled_from([0, 0, 16, 32, 64, 128]),
+    features=features,
+    wide=st.booleans(),
+    seed=seeds,
+)
+def test_long_sequences(cuda, lengths, heads, head_dim, dtype, page_size, features, wide, seed):
+    gen = generator(seed)
+    heads, kv_heads = heads
+    q_lens, k_lens = [q for q, _ in lengths], [k for _, k in lengths]
+    if wide and features.window != (-1, -1):
+        features = replace(features, window=(200, features.window[1]))
+    q = strided_randn(sum(q_lens), heads, head_dim, dtype=dtype, device=cuda, gen=gen, pad=8)
+    # A page a sequence is what packed keys are. Beyond the end, and between, all is NaN.
+    cache = make_cache(
+        k_lens, page_size=page_size or 128, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype,
+        device=cuda, gen=gen,
+    )  # fmt: skip
+    extra = biases(features, len(q_lens), heads, dtype, cuda, gen)
+    if page_size:
+        keys = (cache.k_cache, cache.v_cache, boundaries(q_lens, torch.int32, cuda))
+        extra |= {"seqused_k": cache.seqused_k, "block_table": cache.block_table}
+    else:
+        gap = poisoned(200, kv_heads, head_dim, dtype=dtype, device=cuda)
+        k, v = (
+            torch.cat([piece for part in parts for piece in (part, gap)])
+            for parts in (cache.keys, cache.values)
+        )
+        keys = (k, v, boundaries(q_lens, torch.int32, cuda))
+        extra |= {
+            "cu_seqlens_k": boundaries([n + 200 for n in k_lens], torch.int32, cuda),
+            "seqused_k": cache.seqused_k,
+        }
+    out, lse = flash_attn_varlen(
+        q,
+        *keys,
+        max_seqlen_q=max(q_lens),
+        causal=features.causal,
+        window=features.window,
+        softcap=features.softcap,
+        out=poisoned(*q.shape, dtype=dtype, device=cuda),
+        return_lse=True,
+        **extra,
+    )
+    of_features = {name: extra[name] for name in ("alibi_slopes", "sinks") if name in extra}
+    want = attend_ragged(
+        q, cache.keys, cache.values, q_lens, head_dim**-0.5, features, **of_features
+    )
     check(out, lse, *want, cache.values)
 
 

@@ -1,0 +1,303 @@
+"""A consumer of the Hopper prefill: 64 queries of a tile, over all its key tiles, last to first.
+
+The scores of a key tile are multiplied while the weights of the one before are, with its values:
+the tensor cores work while the exponentials are taken (FlashAttention-3; Shah et al., 2024).
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from echokernels._gluon_compat import aggregate
+from echokernels.attention._hopper_memory import BLOCK_ROWS
+from echokernels.attention._hopper_work import key_tiles, num_turns, unmasked_tiles, work_of
+
+_LOG2_E = gl.constexpr(1.4426950408889634)
+_LN_2 = gl.constexpr(0.6931471805599453)
+_NOTHING = gl.constexpr(float("-inf"))
+
+
+@aggregate
+class Rows:
+    """What scores of a consumer's rows depend on besides the key."""
+
+    position: gl.tensor  # of the first row, counted in keys
+    k_len: gl.tensor
+    slope: gl.tensor  # in base 2; used with ALiBi only
+
+    @gluon.constexpr_function
+    def __init__(self, position, k_len, slope):
+        self.position = position
+        self.k_len = k_len
+        self.slope = slope
+
+
+@gluon.constexpr_function
+def _accumulator_layout(columns):
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
+    )
+
+
+@gluon.jit
+def consume(consumer: gl.constexpr, out_desc, out_tiles, q_ring, k_ring, v_ring, call):
+    S: gl.constexpr = call.S
+    used = 0  # key tiles so far
+    work = work_of(call, 0)
+    for turn in range(num_turns(call)):
+        next_work = work_of(call, turn + 1)  # on its way while this one is worked on
+        rows = _rows(consumer, call, work)
+        begin, end = key_tiles(call, work)
+        full_begin, full_end = unmasked_tiles(call, work, rows.position, begin, end)
+
+        q_use = turn * S.consumers + consumer
+        q_ring.wait_full(q_use)
+        q = q_ring.tile(q_use)
+        acc, m, l, p = _first_tile(q, k_ring, v_ring, used, end - 1, rows, call)
+        used += 1
+        for i in range(end - 1 - full_end):
+            acc, m, l, p = _next_tile(
+                q, k_ring, v_ring, used, acc, m, l, p, end - 2 - i, rows, call, MASKED=True
+            )
+            used += 1
+        if not S.masks_all:
+            for i in range(full_end - full_begin):
+                acc, m, l, p = _next_tile(
+                    q,
+                    k_ring,
+                    v_ring,
+                    used,
+                    acc,
+                    m,
+                    l,
+                    p,
+                    full_end - 1 - i,
+                    rows,
+                    call,
+                    MASKED=False,
+                )
+                used += 1
+            if S.has_left:
+                for i in range(full_begin - begin):
+                    acc, m, l, p = _next_tile(
+                        q, k_ring, v_ring, used, acc, m, l, p, full_begin - 1 - i, rows, call,
+                        MASKED=True,
+                    )  # fmt: skip
+                    used += 1
+        q_ring.release(q_use)
+
+        v_ring.wait_full(used - 1)
+        product = warpgroup_mma(p, v_ring.tile(used - 1), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, [product])
+        v_ring.release(used - 1)
+        out, lse = _finish(acc, m, l, work.head, call)
+        if S.has_lse:
+            _store_lse(consumer, lse, work, call)
+        _store_out(consumer, out, out_desc, out_tiles, work, call)
+        work = next_work
+    if S.stages_output:
+        tma.store_wait(0)
+
+
+@gluon.jit
+def _rows(consumer: gl.constexpr, call, work):
+    S: gl.constexpr = call.S
+    position = work.first + consumer * BLOCK_ROWS + work.k_len - work.q_len
+    slope = call.scale
+    if S.has_alibi:
+        slope = gl.load(call.slopes_ptr + work.seq * call.slopes_stride + work.head) * _LOG2_E
+    return Rows(position, work.k_len, slope)
+
+
+@gluon.jit
+def _first_tile(q, k_ring, v_ring, use, tile, rows, call):
+    """(accumulator, max, sum, weights) after the last key tile, which may have an end."""
+    S: gl.constexpr = call.S
+    BLOCK_D: gl.constexpr = S.block_d
+    OUT: gl.constexpr = _accumulator_layout(BLOCK_D)
+    k_ring.wait_full(use)
+    s = warpgroup_mma_wait(0, [_multiply(q, k_ring.tile(use))])
+    k_ring.release(use)
+    s = _mask(_bias(s, tile, rows, call), tile, rows, call)
+    m = gl.full([BLOCK_ROWS], _NOTHING, gl.float32, gl.SliceLayout(1, s.type.layout))
+    p, m, _ = _weigh(s, m, call, MASKED=True)
+    valid = rows.k_len - tile * S.block_n
+    if valid < S.block_n:
+        v_ring.wait_full(use)
+        _zero_rows(v_ring.tile(use), valid)
+    acc = gl.zeros([BLOCK_ROWS, BLOCK_D], gl.float32, OUT)
+    return acc, m, _sum_of_thread(p), _as_operand(p, q.dtype, OUT)
+
+
+@gluon.jit
+def _next_tile(q, k_ring, v_ring, use, acc, m, l, p, tile, rows, call, MASKED: gl.constexpr):
+    """The same after one more key tile; multiplies the weights of the one before."""
+    OUT: gl.constexpr = acc.type.layout
+    k_ring.wait_full(use)
+    scores = _multiply(q, k_ring.tile(use))
+    v_ring.wait_full(use - 1)
+    product = warpgroup_mma(p, v_ring.tile(use - 1), acc, is_async=True)
+    s = warpgroup_mma_wait(1, [scores])
+    k_ring.release(use)
+    s = _bias(s, tile, rows, call)
+    if MASKED:
+        s = _mask(s, tile, rows, call)
+    weights, m, alpha = _weigh(s, m, call, MASKED)
+    l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None]
+    l += _sum_of_thread(weights)
+    acc = warpgroup_mma_wait(0, [product])
+    v_ring.release(use - 1)
+    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
+    return acc, m, l, _as_operand(weights, q.dtype, OUT)
+
+
+@gluon.jit
+def _multiply(q, k):
+    """q k^T, in flight."""
+    BLOCK_N: gl.constexpr = k.shape[0]
+    zero = gl.zeros([BLOCK_ROWS, BLOCK_N], gl.float32, _accumulator_layout(BLOCK_N))
+    return warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _places(s, tile, rows):
+    """(key, position of the query) of each score."""
+    BLOCK_N: gl.constexpr = s.shape[1]
+    key = tile * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, s.type.layout))
+    at = rows.position + gl.arange(0, BLOCK_ROWS, layout=gl.SliceLayout(1, s.type.layout))
+    return key[None, :], at[:, None]
+
+
+@gluon.jit
+def _bias(s, tile, rows, call):
+    """Capped and lowered by ALiBi. With either, scores are scaled here, else in `_weigh`."""
+    S: gl.constexpr = call.S
+    if S.has_softcap:
+        # cap * tanh(s * scale / cap); an exponential that overflows gives 1.
+        twice = 2.0 * _LOG2_E * call.scale / call.cap
+        s = call.cap - 2.0 * call.cap / (1.0 + gl.exp2(s * twice))
+    elif S.has_alibi:
+        s = s * call.scale
+    if S.has_alibi:
+        key, at = _places(s, tile, rows)
+        s -= rows.slope * gl.abs(at - key).to(gl.float32)
+    return s
+
+
+@gluon.jit
+def _mask(s, tile, rows, call):
+    S: gl.constexpr = call.S
+    key, at = _places(s, tile, rows)
+    seen = key < rows.k_len
+    if S.has_right:
+        seen = seen & (key <= at + call.window_right)
+    if S.has_left:
+        seen = seen & (key >= at - call.window_left)
+    return gl.where(seen, s, _NOTHING)
+
+
+@gluon.jit
+def _weigh(s, m, call, MASKED: gl.constexpr):
+    """(weights, new max, factor for what was accumulated before)"""
+    S: gl.constexpr = call.S
+    top = gl.max(s, 1)
+    if not (S.has_softcap or S.has_alibi):
+        top = top * call.scale
+        s = s * call.scale  # one instruction with the subtraction below
+    m_new = gl.maximum(m, top)
+    base = m_new
+    if MASKED:
+        # A row that has seen no key yet: 0 makes every exponential 0, not NaN.
+        base = gl.where(m_new == _NOTHING, 0.0, m_new)
+    return gl.exp2(s - base[:, None]), m_new, gl.exp2(m - base)
+
+
+@gluon.jit
+def _sum_of_thread(p):
+    """What each of the four threads that share a row holds of its sum, [rows, 4]. They are added
+    once, at the end."""
+    parts = gl.reshape(p, [BLOCK_ROWS, p.shape[1] // 8, 4, 2])
+    return gl.sum(gl.sum(parts, 3), 1)
+
+
+@gluon.jit
+def _as_operand(p, dtype: gl.constexpr, OUT: gl.constexpr):
+    return gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, OUT, k_width=2))
+
+
+@gluon.jit
+def _zero_rows(tile, valid):
+    """Zeros the rows from `valid` on: a weight of 0 times NaN in unused memory would be NaN."""
+    ROWS: gl.constexpr = tile.shape[0]
+    ACROSS: gl.constexpr = min(tile.shape[1] // 8, 32)
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))[:, None]
+    x = tile.load(layout)
+    tile.store(gl.where(row < valid, x, 0.0).to(x.dtype))
+    fence_async_shared()
+
+
+@gluon.jit
+def _finish(acc, m, l, head, call):
+    """(output, natural-log LSE) of each row; 0 and -inf where nothing was visible."""
+    S: gl.constexpr = call.S
+    l = gl.convert_layout(gl.sum(l, 1), m.type.layout)
+    factor = gl.full([BLOCK_ROWS], 1.0, gl.float32, m.type.layout)
+    if S.has_sinks:
+        # The sink is one more score, which has no value.
+        sink = gl.load(call.sinks_ptr + head).to(gl.float32) * _LOG2_E
+        top = gl.maximum(m, sink)
+        base = gl.where(top == _NOTHING, 0.0, top)
+        factor = gl.exp2(m - base)
+        l = l * factor + gl.exp2(sink - base)
+        m = top
+    factor = gl.where(l > 0, factor / l, 0.0)
+    out = acc * gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))[:, None]
+    return out, gl.where(l > 0, m * _LN_2 + gl.log(l), _NOTHING)
+
+
+@gluon.jit
+def _store_lse(consumer: gl.constexpr, lse, work, call):
+    row = consumer * BLOCK_ROWS + gl.arange(0, BLOCK_ROWS, layout=lse.type.layout)
+    ptr = call.lse_ptr + work.head.to(gl.int64) * call.lse_stride_head
+    token = (work.row + row).to(gl.int64)
+    gl.store(ptr + token * call.lse_stride_token, lse, mask=work.first + row < work.q_len)
+
+
+@gluon.jit
+def _store_out(consumer: gl.constexpr, out, out_desc, out_tiles, work, call):
+    S: gl.constexpr = call.S
+    out = out.to(call.out_ptr.dtype.element_ty)
+    row = consumer * BLOCK_ROWS
+    if not S.stages_output:
+        _store_rows(row, out, work, call)
+    elif work.first + row + BLOCK_ROWS <= work.q_len:
+        tma.store_wait(0)  # what was stored from here before has been read
+        tile = out_tiles.index(consumer)
+        tile.store(out)
+        fence_async_shared()
+        source = tile.reshape([BLOCK_ROWS, 1, S.block_d])
+        tma.async_copy_shared_to_global(out_desc, [work.row + row, work.head, 0], source)
+    else:
+        _store_rows(row, out, work, call)
+
+
+@gluon.jit
+def _store_rows(row, out, work, call):
+    """The end of a sequence: its neighbour's rows are not ours."""
+    S: gl.constexpr = call.S
+    HEAD_DIM: gl.constexpr = S.head_dim
+    layout: gl.constexpr = out.type.layout
+    rows = row + gl.arange(0, out.shape[0], layout=gl.SliceLayout(1, layout))[:, None]
+    column = gl.arange(0, out.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
+    ptr = call.out_ptr + work.head.to(gl.int64) * call.out_stride_head
+    ptr += (work.row + rows).to(gl.int64) * call.out_stride_token
+    mask = work.first + rows < work.q_len
+    if out.shape[1] > HEAD_DIM:
+        mask = mask & (column < HEAD_DIM)
+    gl.store(ptr + column, out, mask=mask)

@@ -1,0 +1,123 @@
+"""Shared memory of the Hopper prefill: tiles that one warp loads by TMA and consumers use.
+
+A ring has a few slots, each with two barriers: `full`, which completes when the bytes of a tile
+have arrived, and `empty`, which completes when every consumer is done with it. The n-th use of a
+ring is slot n % slots, and a barrier's phase turns over at each use of its slot. Uses are counted
+over all work of a program, so the loads for the next tile start while this one is finished.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from echokernels._gluon_compat import aggregate
+
+
+class Shape(NamedTuple):
+    """What the kernel knows at compile time, as one constexpr."""
+
+    head_dim: int
+    block_d: int  # head_dim or the power of two above it: columns beyond head_dim are zero
+    block_n: int  # keys of a tile
+    slots: int  # tiles of K, and of V, on their way
+    consumers: int  # warpgroups, of BLOCK_ROWS queries each
+    page_size: int  # 0: contiguous
+    has_left: bool
+    has_right: bool
+    has_softcap: bool
+    has_alibi: bool
+    has_sinks: bool
+    has_lse: bool
+    masks_all: bool  # key tiles: code for those that need no mask is left out
+    stages_output: bool  # through shared memory, and stored by TMA
+
+
+BLOCK_ROWS = gl.constexpr(64)
+"""Queries of a consumer: what WGMMA multiplies at once."""
+
+
+@aggregate
+class Ring:
+    tiles: gl.shared_memory_descriptor  # [slots, rows, block_d]
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, full, empty):
+        self.tiles = tiles
+        self.full = full
+        self.empty = empty
+
+    @gluon.jit
+    def tile(self, use):
+        return self.tiles.index(use % self.tiles.shape[0])
+
+    @gluon.jit
+    def wait_full(self, use):
+        SLOTS: gl.constexpr = self.tiles.shape[0]
+        mbarrier.wait(self.full.index(use % SLOTS), (use // SLOTS) & 1)
+
+    @gluon.jit
+    def release(self, use):
+        mbarrier.arrive(self.empty.index(use % self.tiles.shape[0]))
+
+    @gluon.jit
+    def acquire(self, use):
+        """Waits until the slot is free. Returns the barrier that the loads into it arrive at."""
+        SLOTS: gl.constexpr = self.tiles.shape[0]
+        NUM_BYTES: gl.constexpr = self.tiles.shape[1] * self.tiles.shape[2] * 2
+        # A slot that was never used is free: its barrier counts as in the phase before.
+        mbarrier.wait(self.empty.index(use % SLOTS), ((use // SLOTS) & 1) ^ 1)
+        full = self.full.index(use % SLOTS)
+        mbarrier.expect(full, NUM_BYTES)
+        return full
+
+
+@gluon.jit
+def make_ring(
+    dtype: gl.constexpr, SLOTS: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+):  # fmt: skip
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
+    tiles = gl.allocate_shared_memory(dtype, [SLOTS, ROWS, D], LAYOUT)
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=CONSUMERS)
+    return Ring(tiles, full, empty)
+
+
+@gluon.jit
+def load_rows(desc, row, head, ring, use):
+    """A tile of consecutive rows of one head."""
+    full = ring.acquire(use)
+    tile = ring.tile(use)
+    ROWS: gl.constexpr = tile.shape[0]
+    D: gl.constexpr = tile.shape[1]
+    tma.async_copy_global_to_shared(desc, [row, head, 0], full, tile.reshape([ROWS, 1, D]))
+
+
+@gluon.jit
+def load_page_ids(table_ptr, first, num_pages, COUNT: gl.constexpr):
+    """Pages `first` to `first` + COUNT of a sequence; 0 for those beyond its `num_pages`."""
+    ids = ()
+    for i in gl.static_range(COUNT):
+        used = first + i < num_pages
+        page = gl.load(table_ptr + first + i, mask=used, other=0).to(gl.int32)
+        ids += (page,)  # type: ignore[assignment]
+    return ids
+
+
+@gluon.jit
+def load_pages(desc, ids, head, ring, use, PAGE_SIZE: gl.constexpr):
+    """A tile of the pages `ids`, one below the other. Slots of all pages are rows of `desc`."""
+    full = ring.acquire(use)
+    tile = ring.tile(use)
+    D: gl.constexpr = tile.shape[1]
+    COUNT: gl.constexpr = tile.shape[0] // PAGE_SIZE
+    for i in gl.static_range(COUNT):
+        page = tile.slice(i * PAGE_SIZE, PAGE_SIZE, 0)
+        tma.async_copy_global_to_shared(desc, [ids[i] * PAGE_SIZE, head * D], full, page)

@@ -1,0 +1,299 @@
+"""The prefill for Hopper, in Gluon: FlashAttention-3 (Shah et al., 2024) over ragged batches.
+
+A program stays on its SM and takes tiles of 64 queries a consumer from a list, heaviest first
+(`_prefill_schedule`). One warp loads by TMA (`_hopper_memory`), two or three warpgroups multiply by
+WGMMA (`_hopper_consumer`). What it computes is what the portable kernel in `prefill.py` does; it
+takes fp16 and bf16 with head dims up to 256.
+"""
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from echokernels._launch import launch
+from echokernels._target import Target
+from echokernels._tuning import TileConfig
+from echokernels.attention._hopper_consumer import consume
+from echokernels.attention._hopper_memory import (
+    BLOCK_ROWS,
+    Shape,
+    load_page_ids,
+    load_pages,
+    load_rows,
+    make_ring,
+)
+from echokernels.attention._hopper_work import Call, key_tiles, num_turns, work_of
+from echokernels.attention._prefill_schedule import schedule
+
+# Each program of the schedule looks at all sequences.
+_MOST_SEQS = 4096
+_LOG2_E = 1.4426950408889634
+_GLUON_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+
+
+@gluon.jit
+def _produce(q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, call):
+    """Loads the queries of every tile, and keys and values from the last key tile to the first."""
+    S: gl.constexpr = call.S
+    CONSUMERS: gl.constexpr = S.consumers
+    PAGE_SIZE: gl.constexpr = S.page_size
+    used = 0
+    for turn in range(num_turns(call)):
+        work = work_of(call, turn)
+        kv_head = work.head // call.group
+        begin, end = key_tiles(call, work)
+        for c in gl.static_range(CONSUMERS):
+            load_rows(q_desc, work.row + c * BLOCK_ROWS, work.head, q_ring, turn * CONSUMERS + c)
+        for i in range(end - begin):
+            tile = end - 1 - i
+            if PAGE_SIZE == 0:
+                row = work.k_start + tile * S.block_n
+                load_rows(k_desc, row, kv_head, k_ring, used)
+                load_rows(v_desc, row, kv_head, v_ring, used)
+            else:
+                PAGES: gl.constexpr = S.block_n // PAGE_SIZE
+                table_ptr = call.table_ptr + work.seq.to(gl.int64) * call.table_stride
+                num_pages = gl.cdiv(work.k_len, PAGE_SIZE)
+                ids = load_page_ids(table_ptr, tile * PAGES, num_pages, PAGES)
+                load_pages(k_desc, ids, kv_head, k_ring, used, PAGE_SIZE)
+                load_pages(v_desc, ids, kv_head, v_ring, used, PAGE_SIZE)
+            used += 1
+
+
+@gluon.jit
+def _consume_0(out_desc, out_tiles, q_ring, k_ring, v_ring, call):
+    consume(0, out_desc, out_tiles, q_ring, k_ring, v_ring, call)
+
+
+@gluon.jit
+def _consume_1(out_desc, out_tiles, q_ring, k_ring, v_ring, call):
+    consume(1, out_desc, out_tiles, q_ring, k_ring, v_ring, call)
+
+
+@gluon.jit
+def _consume_2(out_desc, out_tiles, q_ring, k_ring, v_ring, call):
+    consume(2, out_desc, out_tiles, q_ring, k_ring, v_ring, call)
+
+
+# Index tensors may be slices at any offset of larger buffers: their alignment varies at run time.
+@gluon.jit(
+    do_not_specialize=[
+        "window_left", "window_right", "table_ptr", "table_stride", "lse_stride_head", "heads",
+        "group", "slopes_stride",
+    ]
+)  # fmt: skip
+def _prefill_hopper_kernel(
+    out_ptr,  # [tokens, heads, head_dim]
+    lse_ptr,  # f32[heads, tokens], or None
+    out_desc,  # of the same as out_ptr
+    q_desc,  # [tokens, heads, head_dim]
+    k_desc,  # [keys, kv_heads, head_dim], or slots [num_pages * page_size, kv_heads * head_dim]
+    v_desc,
+    records_ptr,  # i32[max_tiles, 8]
+    count_ptr,  # i32[1]
+    table_ptr,  # [num_seqs, max_pages], or None
+    slopes_ptr,  # f32[heads] or [num_seqs, heads], or None
+    sinks_ptr,  # [heads], or None
+    heads,
+    group,
+    out_stride_token,
+    out_stride_head,
+    lse_stride_head,
+    lse_stride_token,
+    table_stride,
+    slopes_stride,
+    window_left,
+    window_right,
+    scale,
+    cap,
+    S: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    LOADER_REGISTERS: gl.constexpr,
+):
+    dtype: gl.constexpr = q_desc.dtype
+    q_ring = make_ring(dtype, S.consumers, BLOCK_ROWS, S.block_d, 1)
+    k_ring = make_ring(dtype, S.slots, S.block_n, S.block_d, S.consumers)
+    v_ring = make_ring(dtype, S.slots, S.block_n, S.block_d, S.consumers)
+    out_tiles = q_ring.tiles
+    if S.stages_output:
+        out_tiles = gl.allocate_shared_memory(
+            dtype, [S.consumers, BLOCK_ROWS, S.block_d], q_ring.tiles.layout
+        )
+    # A pointer that is absent is not used: any other takes its place.
+    call = Call(
+        records_ptr, gl.load(count_ptr), heads, group, window_left, window_right, scale, cap,
+        slopes_ptr if S.has_alibi else records_ptr, slopes_stride,
+        sinks_ptr if S.has_sinks else records_ptr,
+        table_ptr if S.page_size > 0 else records_ptr, table_stride,
+        out_ptr, out_stride_token, out_stride_head,
+        lse_ptr if S.has_lse else records_ptr, lse_stride_head, lse_stride_token, S,
+    )  # fmt: skip
+    loads = (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, call)
+    uses = (out_desc, out_tiles, q_ring, k_ring, v_ring, call)
+    if S.consumers == 2:
+        gl.warp_specialize(
+            [(_consume_0, uses), (_consume_1, uses), (_produce, loads)],
+            [4, 1],
+            [CONSUMER_REGISTERS, LOADER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [(_consume_0, uses), (_consume_1, uses), (_consume_2, uses), (_produce, loads)],
+            [4, 4, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, LOADER_REGISTERS],
+        )
+
+
+def _registers(consumers: int, has_more_to_load: bool) -> tuple[int, int]:
+    """Of a consumer's thread and of the loading warp's: multiples of 8, which together with the
+    three idle warps beside it make what the launch took (168 for 12 warps, 128 for 16)."""
+    if consumers == 3:
+        return 160, 32
+    return (232, 40) if has_more_to_load else (240, 24)
+
+
+def config(head_dim: int) -> TileConfig:
+    """block_m queries by block_n keys; num_stages tiles of K and of V on their way."""
+    block_d = triton.next_power_of_2(head_dim)
+    return TileConfig(
+        block_m=2 * BLOCK_ROWS.value, block_n=64 if block_d == 256 else 128, num_stages=2
+    )
+
+
+def can_run(
+    target: Target,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    num_seqs: int,
+    block_table: torch.Tensor | None,
+    softmax_scale: float,
+) -> bool:
+    """Whether the kernel takes this call: what TMA cannot address is left to the portable one."""
+    if not target.has_wgmma or q.dtype not in _GLUON_DTYPES:
+        return False
+    head_dim = q.shape[-1]
+    if k.shape[0] == 0 or num_seqs > _MOST_SEQS:
+        return False
+    if not 32 < head_dim <= 256 or head_dim % 8 or softmax_scale <= 0:
+        return False
+    if block_table is not None and not (_is_one_table(k) and _is_one_table(v)):
+        return False
+    return all(_is_addressable(x) for x in (q, k, v, out))
+
+
+def _is_one_table(pages: torch.Tensor) -> bool:
+    """Slots of all pages are the rows of one table, whose columns are the heads side by side, and a
+    tile of keys is a number of whole pages."""
+    _, page_size, _, head_dim = pages.shape
+    block_d, block_n = triton.next_power_of_2(head_dim), config(head_dim).block_n
+    return (
+        page_size >= 16
+        and block_n % page_size == 0
+        and head_dim == block_d
+        and pages.stride(0) == page_size * pages.stride(1)
+        and pages.stride(2) == head_dim
+    )
+
+
+def _is_addressable(x: torch.Tensor) -> bool:
+    """TMA wants 16-byte steps, and none of 0."""
+    item = x.element_size()
+    strides = [x.stride(i) * item for i in range(x.dim() - 1) if x.shape[i] > 1]
+    return x.data_ptr() % 16 == 0 and all(s > 0 and s % 16 == 0 for s in strides)
+
+
+def _heads_descriptor(x: torch.Tensor, rows: int, block_d: int) -> TensorDescriptor:
+    """Of [tokens, heads, head_dim]: `rows` tokens of one head, columns beyond head_dim zero."""
+    block = [rows, 1, block_d]
+    layout = gl.NVMMASharedLayout.get_default_for(block, _GLUON_DTYPES[x.dtype])
+    # A step along a dimension of one is never taken, but has to be a valid one.
+    strides = [x.stride(i) if x.shape[i] > 1 else block_d for i in range(2)]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout)
+
+
+def _pages_descriptor(x: torch.Tensor) -> TensorDescriptor:
+    """Of [num_pages, page_size, kv_heads, head_dim]: a page of one head."""
+    num_pages, page_size, kv_heads, head_dim = x.shape
+    block = [page_size, head_dim]
+    layout = gl.NVMMASharedLayout.get_default_for(block, _GLUON_DTYPES[x.dtype])
+    shape = [num_pages * page_size, kv_heads * head_dim]
+    return TensorDescriptor(x, shape, [x.stride(1), 1], block, layout)
+
+
+def launch_hopper(
+    tile: TileConfig,
+    target: Target,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
+    seqused_k: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    softmax_scale: float,
+    window: tuple[int, int],
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+) -> None:
+    """Launches the schedule and the kernel. window: (left, right), -1 for all."""
+    heads, head_dim = q.shape[1:]
+    block_d = triton.next_power_of_2(head_dim)
+    consumers = tile.block_m // BLOCK_ROWS.value
+    page_size = 0 if block_table is None else k.shape[1]
+    consumer_registers, loader_registers = _registers(consumers, page_size > 0 or window[0] >= 0)
+    records, count = schedule(
+        cu_seqlens_q, cu_seqlens_k, seqused_k, q.shape[0], tile.block_m, tile.block_n, window
+    )
+    shape = Shape(
+        head_dim=head_dim,
+        block_d=block_d,
+        block_n=tile.block_n,
+        slots=tile.num_stages,
+        consumers=consumers,
+        page_size=page_size,
+        has_left=window[0] >= 0,
+        has_right=window[1] >= 0,
+        has_softcap=softcap > 0,
+        has_alibi=alibi_slopes is not None,
+        has_sinks=sinks is not None,
+        has_lse=lse is not None,
+        # With softcap and a window a loop without masks would not fit the registers.
+        masks_all=softcap > 0 and window[0] >= 0,
+        stages_output=block_d < 256,  # else there is no shared memory left
+    )
+    launch(
+        _prefill_hopper_kernel,
+        (target.num_sms,),
+        out,
+        lse,
+        *(_heads_descriptor(x, BLOCK_ROWS.value, block_d) for x in (out, q)),
+        *(
+            _heads_descriptor(x, tile.block_n, block_d) if page_size == 0 else _pages_descriptor(x)
+            for x in (k, v)
+        ),
+        records,
+        count,
+        block_table,
+        alibi_slopes,
+        sinks,
+        heads,
+        heads // k.shape[-2],
+        *out.stride()[:2],
+        *((0, 0) if lse is None else lse.stride()),
+        0 if block_table is None else block_table.stride(0),
+        alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0,
+        *window,
+        softmax_scale * _LOG2_E,
+        softcap * _LOG2_E,
+        S=shape,
+        CONSUMER_REGISTERS=consumer_registers,
+        LOADER_REGISTERS=loader_registers,
+        num_warps=4,
+    )
