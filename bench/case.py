@@ -27,6 +27,7 @@ class Peer:
     prepare: Callable[..., Call]
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     tolerance: float | None = None  # instead of the case's, for one that rounds more often
+    needs: frozenset[str] = frozenset()  # tags of the cases that it takes
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Case:
     peers: Mapping[str, Peer] = field(default_factory=dict)
     num_flops: int = 0
     in_place: bool = False
+    tags: frozenset[str] = frozenset()  # what of it some peers need
 
     @property
     def amount(self) -> int:

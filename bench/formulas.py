@@ -111,18 +111,24 @@ def merge_attn_states(
     return (prefix_out * prefix_weight + suffix_out * suffix_weight).to(prefix_out.dtype), lse
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal, of one sequence. q: [queries, heads, head_dim]; k, v: [keys, kv_heads, head_dim].
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = True, window_left: int = -1
+) -> Tensor:
+    """Of one sequence. q: [queries, heads, head_dim]; k, v: [keys, kv_heads, head_dim].
 
-    The last query sees all keys. Head by head: all the scores of a long prompt would not fit.
+    The last query stands at the last key; a window is of `window_left` keys before a query's own.
+    Head by head: all the scores of a long prompt would not fit.
     """
-    future = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool, device=q.device)
-    future = future.triu(k.shape[0] - q.shape[0] + 1)
+    ones = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool, device=q.device)
+    shift = k.shape[0] - q.shape[0]
+    hidden = ones.triu(shift + 1) if causal else ~ones
+    if window_left >= 0:
+        hidden |= ones.tril(shift - window_left - 1)
     group = q.shape[1] // k.shape[1]
     out = torch.empty_like(q)
     for head in range(q.shape[1]):
         scores = q[:, head] @ k[:, head // group].T / q.shape[-1] ** 0.5
-        out[:, head] = scores.masked_fill_(future, -torch.inf).softmax(-1) @ v[:, head // group]
+        out[:, head] = scores.masked_fill_(hidden, -torch.inf).softmax(-1) @ v[:, head // group]
     return out
 
 

@@ -63,27 +63,6 @@ def attention_states(device: torch.device, tokens: int, heads: int, head_dim: in
     return *prefix, *suffix
 
 
-def prompts(
-    device: torch.device, num_seqs: int, length: int, heads: int, kv_heads: int, head_dim: int
-) -> Inputs:
-    """(q, k, v, cu_seqlens, length): prompts of one length, contiguous."""
-    cu_seqlens = torch.arange(num_seqs + 1, dtype=torch.int32, device=device) * length
-    q, k, v = (randn(device, num_seqs * length, h, head_dim) for h in (heads, kv_heads, kv_heads))
-    return q, k, v, cu_seqlens, length
-
-
-def paged_prompts(
-    device: torch.device, num_seqs: int, length: int, heads: int, kv_heads: int, head_dim: int
-) -> Inputs:
-    """(q, k_cache, v_cache, block_table, seqused_k, cu_seqlens_q, length): over random pages."""
-    over_pages = contexts(device, [length] * num_seqs, heads, kv_heads, head_dim, queries=length)
-    return (
-        *over_pages,
-        torch.arange(num_seqs + 1, dtype=torch.int32, device=device) * length,
-        length,
-    )
-
-
 def contexts(
     device: torch.device,
     lengths: list[int],
@@ -122,13 +101,6 @@ def sampling(
     return logits, per_row(temperature), *filters, seeds, per_row(0, torch.int64)
 
 
-def prompt_sequences(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _cu_seqlens: torch.Tensor, length: int
-) -> Iterator[Sequence]:
-    """The (q, k, v) of every sequence, from what `prompts` made."""
-    yield from zip(q.split(length), k.split(length), v.split(length), strict=True)
-
-
 def context_sequences(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -137,7 +109,7 @@ def context_sequences(
     seqused_k: torch.Tensor,
     *_: object,
 ) -> Iterator[Sequence]:
-    """The (q, k, v) of every sequence, gathered from what `contexts` or `paged_prompts` made."""
+    """The (q, k, v) of every sequence, gathered from what `contexts` made."""
     queries = q.chunk(seqused_k.shape[0])
     for query, pages, length in zip(queries, block_table, seqused_k.tolist(), strict=True):
         used = pages[: math.ceil(length / PAGE_SIZE)]

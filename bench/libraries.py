@@ -21,6 +21,7 @@ from bench.timing import Call
 
 ROUNDED_FIRST = 2.5e-2  # what is quantised was rounded to bf16: many codes are off by 1
 
+_PACKED = frozenset({"packed"})  # keys and values that are not in pages
 Kernels = Mapping[str, Mapping[str, Peer]]
 """By op, then by implementation."""
 
@@ -28,7 +29,7 @@ Kernels = Mapping[str, Mapping[str, Peer]]
 def load(device: torch.device, report: Callable[[str], object]) -> list[Kernels]:
     """The kernels of all libraries that are here. On a CPU there are none."""
     loaded = []
-    for library in (_flashinfer, _vllm, _liger) if device.type == "cuda" else ():
+    for library in (_flashinfer, _vllm, _vllm_fa3, _fa3, _liger) if device.type == "cuda" else ():
         try:
             loaded.append(library())
         except Exception as failure:  # a package for another CUDA can fail in any way
@@ -41,7 +42,8 @@ def with_peers(case: Case, libraries: Iterable[Kernels]) -> Case:
     """`case` with the peers that `libraries` have for its op."""
     peers = dict(case.peers)
     for kernels in libraries:
-        peers |= kernels.get(case.op, {})
+        of_op = kernels.get(case.op, {})
+        peers |= {name: peer for name, peer in of_op.items() if peer.needs <= case.tags}
     return replace(case, peers=peers)
 
 
@@ -70,6 +72,7 @@ def _flashinfer() -> Kernels:
             # Its own page write is told sequences instead of slots.
             "flashinfer-4-kernels": four_kernels(norm_into, rotary)
         },
+        "flash_attn_varlen": {"flashinfer": Peer(_flashinfer_prefill, needs=_PACKED)},
     }
 
 
@@ -159,6 +162,51 @@ def _vllm() -> Kernels:
             "vllm-4-kernels": four_kernels(ops.rms_norm, rotary, page_write),
         },
     }
+
+
+def _flashinfer_prefill(*inputs: Any) -> Call:
+    q, k, v, cu_seqlens_q, cu_seqlens_k, _, _, _, _, causal, window_left = inputs
+    memory = torch.empty(256 << 20, dtype=torch.uint8, device=q.device)
+    prefill = import_module("flashinfer").BatchPrefillWithRaggedKVCacheWrapper
+    wrapper = prefill(memory, "NHD", backend="fa3")
+    wrapper.plan(
+        cu_seqlens_q, cu_seqlens_k, q.shape[1], *k.shape[1:], causal=causal,
+        window_left=window_left, q_data_type=q.dtype, kv_data_type=k.dtype,
+    )  # fmt: skip
+    out = torch.empty_like(q)
+    return lambda: wrapper.run(q, k, v, out=out)
+
+
+def _vllm_fa3() -> Kernels:
+    flash_attn = import_module("vllm.vllm_flash_attn.flash_attn_interface")
+    if not flash_attn.FA3_AVAILABLE:
+        raise RuntimeError(flash_attn.FA3_UNAVAILABLE_REASON)
+
+    def prefill(*inputs: Any) -> Call:
+        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, *options = inputs
+        max_seqlen_q, max_seqlen_k, causal, window_left = options
+        arguments = {
+            "max_seqlen_q": max_seqlen_q, "cu_seqlens_q": cu_seqlens_q,
+            "max_seqlen_k": max_seqlen_k, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k,
+            "block_table": block_table, "causal": causal, "fa_version": 3,
+            "window_size": [window_left, 0 if causal and window_left >= 0 else -1],
+        }  # fmt: skip
+        out = torch.empty_like(q)
+        return lambda: flash_attn.flash_attn_varlen_func(q, k, v, out=out, **arguments)
+
+    return {"flash_attn_varlen": {"vllm-fa3": Peer(prefill)}}
+
+
+def _fa3() -> Kernels:
+    flash_attn = import_module("fa3_fwd_interface")
+
+    def prefill(*inputs: Any) -> Call:
+        q, k, v, *_, length, _, causal, window_left = inputs
+        stacked = [x.unflatten(0, (-1, length)) for x in (q, k, v)]
+        window = (window_left, 0 if causal and window_left >= 0 else -1)
+        return lambda: flash_attn.flash_attn_func(*stacked, causal=causal, window_size=window)
+
+    return {"flash_attn_varlen": {"fa3-dense": Peer(prefill, needs=frozenset({"dense"}))}}
 
 
 def _liger() -> Kernels:

@@ -3,7 +3,7 @@
 `cases(FULL)` is what is measured on a GPU, `cases(QUICK)` has tiny shapes and runs anywhere.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from itertools import product
 
@@ -12,10 +12,11 @@ from torch import Tensor
 
 import echokernels
 from bench import formulas, inputs
-from bench.case import Case, Check, Inputs, Outputs, Peer
+from bench.case import Case, Check, Outputs, Peer
 from bench.checks import MOST_DEVIATIONS, against, drawn_by_probability, most_likely
 from bench.inputs import randn
 from bench.peers import formula_peers, four_kernels, sdpa_peers
+from bench.prefill import prefills
 from bench.projections import projections, with_epilogue
 from bench.suites import FULL, QUICK, Suite
 
@@ -44,8 +45,7 @@ def cases(s: Suite) -> list[Case]:
         *(_reshape_and_cache(s, t) for t in s.tokens),
         *(_fused_qk_norm_rope_cache(s, t) for t in s.tokens),
         *projections(s),
-        *(_flash_attn_varlen(s, *shape) for shape in s.prefill),
-        *(_flash_attn_varlen_paged(s, *shape) for shape in s.prefill),
+        *prefills(s),
         *(_paged_attention(s, name, lengths) for name, lengths in s.decode.items()),
         *(_merge_attn_states(s, t) for t in s.merged_tokens),
         *(_sample_greedy(s, rows) for rows in s.sampled_rows),
@@ -189,68 +189,6 @@ def _fused_qk_norm_rope_cache(s: Suite, tokens: int) -> Case:
             "echo-4-kernels": four_kernels(),
         },
         in_place=True,
-    )
-
-
-def _flash_attn_varlen(s: Suite, num_seqs: int, length: int, head_dim: int) -> Case:
-    return _prefill(
-        s,
-        (num_seqs, length, head_dim),
-        prefix="",
-        make=inputs.prompts,
-        run=lambda q, k, v, cu_seqlens, length: echokernels.flash_attn_varlen(
-            q, k, v, cu_seqlens, cu_seqlens, length, length, causal=True
-        ),
-        sequences=inputs.prompt_sequences,
-    )
-
-
-def _flash_attn_varlen_paged(s: Suite, num_seqs: int, length: int, head_dim: int) -> Case:
-    return _prefill(
-        s,
-        (num_seqs, length, head_dim),
-        prefix="paged_",
-        make=inputs.paged_prompts,
-        run=lambda q, k, v, block_table, seqused_k, cu_seqlens, length: (
-            echokernels.flash_attn_varlen(
-                q,
-                k,
-                v,
-                cu_seqlens,
-                None,
-                length,
-                length,
-                seqused_k=seqused_k,
-                block_table=block_table,
-                causal=True,
-            )
-        ),
-        sequences=inputs.context_sequences,
-    )
-
-
-def _prefill(
-    s: Suite,
-    shape: tuple[int, int, int],
-    *,
-    prefix: str,
-    make: Callable[..., Inputs],
-    run: Callable[..., Outputs],
-    sequences: Callable[..., Iterator[inputs.Sequence]],
-) -> Case:
-    num_seqs, length, head_dim = shape
-    tokens = num_seqs * length
-    return Case(
-        "flash_attn_varlen",
-        f"{prefix}{num_seqs}x{length}_h{s.heads}/{s.kv_heads}_d{head_dim}",
-        make=lambda d: make(d, num_seqs, length, s.heads, s.kv_heads, head_dim),
-        run=run,
-        check=against(formulas.attention_of(sequences)),
-        tolerance=ATTENTION,
-        num_bytes=2 * tokens * (s.heads + s.kv_heads) * head_dim * BF16,
-        num_flops=2 * tokens * length * s.heads * head_dim,  # half of the square is masked
-        ceiling="matmul",
-        peers=sdpa_peers(s.sdpa, sequences, causal=True, suffix="-dense-kv" if prefix else ""),
     )
 
 

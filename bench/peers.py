@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import echokernels
 from bench.case import Outputs, Peer, mutating, returning
@@ -56,6 +57,24 @@ def sdpa_peers(
         f"sdpa-{name}{suffix}": Peer(prepare, partial(sdpa_kernel, _SDPA_BACKENDS[name]))
         for name in backends
     }
+
+
+def flex_peer(sequences: Callable[..., Iterable[Sequence]], *, causal: bool) -> Peer:
+    """FlexAttention, compiled, of the sequences: of one length, and stacked beforehand."""
+
+    def prepare(*inputs: object) -> Call:
+        stacked = map(torch.stack, zip(*sequences(*inputs), strict=True))
+        q, k, v = (x.transpose(1, 2) for x in stacked)
+        mask = None
+        if causal:
+            length = q.shape[2]
+            mask = create_block_mask(
+                lambda _b, _h, i, j: i >= j, None, None, length, length, device=q.device
+            )
+        compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)
+        return lambda: compiled(q, k, v, block_mask=mask, enable_gqa=True).transpose(1, 2)
+
+    return Peer(prepare)
 
 
 def four_kernels(

@@ -3,8 +3,9 @@
 FULL is an 8B Llama: 32 query heads, 8 KV heads, head dim 128, MLP 14,336, vocabulary 128,256.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from bench.inputs import ragged_lengths
 
@@ -22,6 +23,26 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class Prefill:
+    """Queries and keys of each sequence; the last query stands at the last key."""
+
+    name: str
+    q_lens: Sequence[int]
+    k_lens: Sequence[int]
+    head_dim: int = 128
+    causal: bool = True
+    window_left: int = -1  # keys seen before a query's own; all
+    paged: bool = False
+
+
+def _square(
+    num_seqs: int, length: int, head_dim: int = 128, prefix: str = "", **options: Any
+) -> Prefill:
+    lens = [length] * num_seqs
+    return Prefill(f"{prefix}{num_seqs}x{length}", lens, lens, head_dim, **options)
+
+
+@dataclass(frozen=True)
 class Suite:
     """Shapes of all cases, and which peers to measure."""
 
@@ -31,7 +52,7 @@ class Suite:
     heads: int
     kv_heads: int
     head_dim: int
-    prefill: tuple[tuple[int, int, int], ...]  # (sequences, length, head_dim)
+    prefill: tuple[Prefill, ...]
     decode: Mapping[str, list[int]]  # context lengths
     merged_tokens: tuple[int, ...]
     sampled_rows: tuple[int, ...]  # of fp32 logits over `vocab`
@@ -44,6 +65,8 @@ class Suite:
     compile_modes: tuple[str, ...] = ("default",)
 
 
+RAGGED = ragged_lengths(64, 64, 8192)
+
 FULL = Suite(
     tokens=(1, 32, 1024, 16_384),
     hidden=(4096, 8192),
@@ -51,7 +74,24 @@ FULL = Suite(
     heads=32,
     kv_heads=8,
     head_dim=128,
-    prefill=((16, 1024, 128), (4, 4096, 128), (1, 16_384, 128), (4, 4096, 64)),
+    prefill=(
+        _square(16, 1024),
+        _square(4, 4096),
+        _square(1, 16_384),
+        _square(4, 4096, 64),
+        _square(1, 16_384, 64),
+        _square(4, 4096, 256),
+        _square(4, 4096, prefix="full_", causal=False),
+        Prefill("ragged64", RAGGED, RAGGED),
+        _square(1, 32_768),
+        _square(1, 32_768, prefix="window1024_", window_left=1023),
+        Prefill("suffix8192of16384", [8192], [16_384]),
+        Prefill("paged_suffix8192of16384", [8192], [16_384], paged=True),
+        _square(16, 1024, prefix="paged_", paged=True),
+        _square(4, 4096, prefix="paged_", paged=True),
+        _square(1, 16_384, prefix="paged_", paged=True),
+        _square(4, 4096, 64, prefix="paged_", paged=True),
+    ),
     decode={
         "1x1k": [1024],
         "1x8k": [8192],
@@ -83,7 +123,13 @@ QUICK = Suite(
     heads=4,
     kv_heads=2,
     head_dim=32,
-    prefill=((2, 24, 32),),
+    prefill=(
+        _square(2, 24, 32),
+        _square(2, 24, 32, prefix="full_", causal=False),
+        Prefill("ragged3", [1, 16, 33], [1, 20, 40], 32),
+        _square(2, 24, 32, prefix="window4_", window_left=3),
+        _square(2, 24, 32, prefix="paged_", paged=True),
+    ),
     decode={"2x40": [40] * 2, "ragged3": [1, 16, 33]},
     merged_tokens=(5,),
     sampled_rows=(3,),

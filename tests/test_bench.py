@@ -344,7 +344,9 @@ def test_an_absent_library_is_reported_once(monkeypatch):
     monkeypatch.setattr(libraries, "import_module", absent)
     reports: list[str] = []
     assert libraries.load(torch.device("cuda"), reports.append) == []
-    assert [report.split(" ")[0] for report in reports] == ["flashinfer", "vllm", "liger"]
+    assert [report.split(" ")[0] for report in reports] == [
+        "flashinfer", "vllm", "vllm_fa3", "fa3", "liger",
+    ]  # fmt: skip
     assert reports[1].endswith("left out: ImportError: No module named 'vllm._C_stable_libtorch'")
     assert libraries.load(CPU, fail) == []
 
@@ -355,6 +357,13 @@ def test_libraries_add_peers_to_the_cases_of_their_ops():
     assert [*case.peers] == ["torch", "theirs"]
     other = quick_case("silu_and_mul")
     assert libraries.with_peers(other, [kernels]) == other
+
+
+def test_a_peer_gets_only_cases_that_it_can_take():
+    dense = {"flash_attn_varlen": {"theirs": Peer(lambda *_: fail, needs=frozenset({"dense"}))}}
+    of_prefill = [case for case in cases(QUICK) if case.op == "flash_attn_varlen"]
+    taken = [c.name for c in of_prefill if "theirs" in libraries.with_peers(c, [dense]).peers]
+    assert taken == ["2x24_h4/2_d32", "full_2x24_h4/2_d32", "window4_2x24_h4/2_d32"]
 
 
 def test_cpu_speed_needs_equal_tokens():
