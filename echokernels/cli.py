@@ -174,11 +174,21 @@ def info() -> None:
         "triton": importlib.metadata.version("triton"),
         "devices": ", ".join([*gpus, f"cpu ({torch.get_num_threads()} threads)"]),
         "on CUDA": "Triton kernels",
+        "prefill": ", ".join(map(_prefill_path, range(len(gpus)))) or "portable Triton",
         "on CPU": "Triton kernels, interpreted" if INTERPRETED else "PyTorch references",
         "ops": ", ".join(f"echo::{name}" for name in sorted(OPS)),
     }
     for name, value in rows.items():
         print(f"{name:<12} {value}")
+
+
+def _prefill_path(gpu: int) -> str:
+    import torch
+
+    from echokernels._target import target_of
+
+    hopper = target_of(torch.device("cuda", gpu)).has_wgmma
+    return "Gluon for Hopper" if hopper else "portable Triton"
 
 
 def main() -> None:
