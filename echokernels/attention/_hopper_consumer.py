@@ -92,6 +92,8 @@ def consume(consumer: gl.constexpr, out_desc, out_tiles, q_ring, k_ring, v_ring,
         q_ring.release(q_use)
 
         v_ring.wait_full(used - 1)
+        OUT: gl.constexpr = acc.type.layout
+        p = _as_operand(p, q.dtype, OUT)
         product = warpgroup_mma(p, v_ring.tile(used - 1), acc, is_async=True)
         acc = warpgroup_mma_wait(0, [product])
         v_ring.release(used - 1)
@@ -131,13 +133,18 @@ def _first_tile(q, k_ring, v_ring, use, tile, rows, call):
         v_ring.wait_full(use)
         _zero_rows(v_ring.tile(use), valid)
     acc = gl.zeros([BLOCK_ROWS, BLOCK_D], gl.float32, OUT)
-    return acc, m, _sum_of_thread(p), _as_operand(p, q.dtype, OUT)
+    return acc, m, _sum_of_thread(p), p
 
 
 @gluon.jit
 def _next_tile(q, k_ring, v_ring, use, acc, m, l, p, tile, rows, call, MASKED: gl.constexpr):
-    """The same after one more key tile; multiplies the weights of the one before."""
+    """The same after one more key tile; multiplies the weights of the one before.
+
+    Weights stay in fp32 until then: carried around the loop as halves, each pair would be swapped
+    and swapped back.
+    """
     OUT: gl.constexpr = acc.type.layout
+    p = _as_operand(p, q.dtype, OUT)
     k_ring.wait_full(use)
     scores = _multiply(q, k_ring.tile(use))
     v_ring.wait_full(use - 1)
@@ -150,10 +157,13 @@ def _next_tile(q, k_ring, v_ring, use, acc, m, l, p, tile, rows, call, MASKED: g
     weights, m, alpha = _weigh(s, m, call, MASKED)
     l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None]
     l += _sum_of_thread(weights)
+    # Returns at once. Without it the assembler moves the wait for the product before the
+    # exponentials, which would then run while the tensor cores idle.
+    v_ring.wait_full(use - 1)
     acc = warpgroup_mma_wait(0, [product])
     v_ring.release(use - 1)
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
-    return acc, m, l, _as_operand(weights, q.dtype, OUT)
+    return acc, m, l, weights
 
 
 @gluon.jit

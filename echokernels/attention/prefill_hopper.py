@@ -146,12 +146,9 @@ def _prefill_hopper_kernel(
         )
 
 
-def _registers(consumers: int, has_more_to_load: bool) -> tuple[int, int]:
-    """Of a consumer's thread and of the loading warp's: multiples of 8, which together with the
-    three idle warps beside it make what the launch took (168 for 12 warps, 128 for 16)."""
-    if consumers == 3:
-        return 160, 32
-    return (232, 40) if has_more_to_load else (240, 24)
+# Registers of a consumer's and of the loading warp's threads, multiples of 8. With the three idle
+# warps beside that one they make what the launch took: 168 a thread of 12 warps, 128 of 16.
+_REGISTERS = {2: (240, 24), 3: (160, 32)}
 
 
 def config(head_dim: int) -> TileConfig:
@@ -247,7 +244,7 @@ def launch_hopper(
     block_d = triton.next_power_of_2(head_dim)
     consumers = tile.block_m // BLOCK_ROWS.value
     page_size = 0 if block_table is None else k.shape[1]
-    consumer_registers, loader_registers = _registers(consumers, page_size > 0 or window[0] >= 0)
+    consumer_registers, loader_registers = _REGISTERS[consumers]
     records, count = schedule(
         cu_seqlens_q, cu_seqlens_k, seqused_k, q.shape[0], tile.block_m, tile.block_n, window
     )

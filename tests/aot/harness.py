@@ -8,6 +8,7 @@ tests cover exactly the shipped configurations.
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -143,17 +144,19 @@ def local_memory(kernel: Any) -> int:
 
 def spills_in_loops(kernel: Any) -> list[str]:
     """Instructions inside loops of a CUDA kernel that touch local memory."""
+    return [line for body in loops(kernel) for line in body if re.search(r"\b(LDL|STL)\b", line)]
+
+
+def loops(kernel: Any) -> Iterator[list[str]]:
+    """The instructions of each loop of a CUDA kernel."""
     lines = _inspect(kernel, "nvdisasm", "-c").splitlines()
     labels = {line.strip(": "): at for at, line in enumerate(lines) if line.startswith(".L_")}
     assert labels, "no labels in the disassembly"
-    found = []
     for at, line in enumerate(lines):
         jump = re.search(r"\bBRA `\((\.L_\w+)\)", line)
         # A jump backwards closes a loop; one to itself is the padding after the end.
         if jump and labels[jump[1]] < at - 1:
-            body = lines[labels[jump[1]] : at]
-            found += [code.strip() for code in body if re.search(r"\b(LDL|STL)\b", code)]
-    return found
+            yield [code.strip() for code in lines[labels[jump[1]] : at]]
 
 
 def _inspect(kernel: Any, tool: str, option: str) -> str:

@@ -1,10 +1,12 @@
 """The attention kernels compile for every target, and work in registers."""
 
+import re
+
 import pytest
 import torch
 
 from echokernels.attention.prefill import forced_path
-from tests.aot.harness import TARGETS, compile_op, local_memory, meta, spills_in_loops
+from tests.aot.harness import TARGETS, compile_op, local_memory, loops, meta, spills_in_loops
 
 # 80 is padded to 128 and 192 to 256.
 HEAD_DIMS = [64, 80, 128, 192, 256]
@@ -95,32 +97,58 @@ def test_flash_attn_varlen_variants(target, head_dim, variant):
     assert_in_registers(compile_portable(target, *args), target)
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
-@pytest.mark.parametrize(
-    ("options", "parked"),
-    [
-        ({}, 0),
-        ({"page_size": 16}, 0),
-        ({"dtype": torch.float16, "biased": True}, 0),
-        # What all warps start with is parked once, and looked up beside each key tile.
-        ({"window": 100}, 32),
-        ({"window": 100, "page_size": 64}, 40),
-        ({"softcap": 30.0}, 40),
-        ({"window": 100, "softcap": 30.0, "biased": True}, 40),
-    ],
-    ids=["plain", "pages", "alibi-sinks", "window", "window-pages", "softcap", "all"],
-)
-def test_prefill_hopper(head_dim, options, parked):
-    options = {"dtype": torch.bfloat16} | options
+HOPPER = {
+    "plain": {},
+    "pages": {"page_size": 16},
+    "window": {"window": 100},
+    "window-pages": {"window": 100, "page_size": 64},
+    "alibi-sinks": {"dtype": torch.float16, "biased": True},
+    "softcap": {"softcap": 30.0},
+    "all": {"window": 100, "softcap": 30.0, "biased": True},
+}
+
+
+def compile_hopper(head_dim, name):
+    options = {"dtype": torch.bfloat16} | HOPPER[name]
     args = prefill_args(head_dim, options.pop("dtype"), 4096, **options)
-    kernels = compile_op("flash_attn_varlen", "sm_90", *args)
-    if options.get("page_size") and head_dim in (96, 192):
+    return compile_op("flash_attn_varlen", "sm_90", *args)
+
+
+def loops_over_keys(kernel):
+    """Of each consumer the loop over key tiles that need no mask, among the two shortest."""
+    products = [body for body in loops(kernel) if sum("HGMMA" in line for line in body) > 1]
+    return sorted(products, key=len)[:2]
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("name", HOPPER)
+def test_prefill_hopper(head_dim, name):
+    kernels = compile_hopper(head_dim, name)
+    if "page_size" in HOPPER[name] and head_dim in (96, 192):
         assert [kernel.name for kernel in kernels] == ["_flash_attn_varlen_kernel"]
         return
     schedule, prefill = kernels
     assert "wgmma.mma_async" in prefill.asm["ptx"]
     assert local_memory(schedule) == 0
-    assert local_memory(prefill) <= parked
+    # What a tile of queries needs once is parked while the loops run.
+    assert local_memory(prefill) <= 96
+    if name in ("plain", "pages", "window", "window-pages"):
+        for body in loops_over_keys(prefill):
+            assert not [line for line in body if re.search(r"\b(LDL|STL)\b", line)]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_prefill_hopper_takes_exponentials_while_tensor_cores_work(head_dim):
+    _, prefill = compile_hopper(head_dim, "plain")
+    for body in loops_over_keys(prefill):
+        at = {
+            name: [i for i, line in enumerate(body) if name in line]
+            for name in ("HGMMA", "MUFU.EX2", "WARPGROUP.DEPBAR", "PRMT")
+        }
+        scores_wait, product_wait = at["WARPGROUP.DEPBAR"]
+        assert at["HGMMA"][-1] < scores_wait < at["MUFU.EX2"][0]
+        assert at["MUFU.EX2"][-1] < product_wait
+        assert not at["PRMT"]
 
 
 @pytest.mark.parametrize("target", TARGETS)
