@@ -78,13 +78,16 @@ def key_location(n, mask, first_row, table_ptr, PAGE_SIZE: tl.constexpr):
 
 
 @triton.jit
-def online_softmax(s, m, l):
-    """One step: (weights of s, factor for what was accumulated before, new max, new sum)."""
-    m_new = tl.maximum(m, tl.max(s, axis=1))
+def online_softmax(s, m, l, scale):
+    """One step: (weights of s, factor for what was accumulated before, new max, new sum).
+
+    Weights are 2^(s * scale - max), scale > 0: one instruction before the exponential.
+    """
+    m_new = tl.maximum(m, tl.max(s, axis=1) * scale)
     # A row that has seen no key yet keeps m = -inf; 0 in its place makes every exponential 0, not
     # NaN.
     m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p = tl.exp2(s - m_safe[:, None])
+    p = tl.exp2(s * scale - m_safe[:, None])
     alpha = tl.exp2(m - m_safe)
     return p, alpha, m_new, l * alpha + tl.sum(p, axis=1)
 
@@ -119,7 +122,7 @@ def attend(
     v_stride_slot,
     first_row,
     table_ptr,
-    scale,
+    scale,  # > 0
     softcap,
     window_left,
     window_right,
@@ -154,10 +157,11 @@ def attend(
             k = tl.load(k_rows + d, mask=d < HEAD_DIM, other=0.0)
             v = tl.load(v_rows + d, mask=d < HEAD_DIM, other=0.0)
 
-        s = dot(q, tl.trans(k), UPCAST) * scale
+        s = dot(q, tl.trans(k), UPCAST)
         if HAS_SOFTCAP:
-            s = soft_cap(s, softcap)
-        s *= LOG2_E
+            s = soft_cap(s * scale, softcap) * LOG2_E
+        elif slope is not None:
+            s *= scale * LOG2_E
         if slope is not None:
             s -= slope[:, None] * tl.abs(position[:, None] - n[None, :])
         if MASKED:
@@ -167,7 +171,9 @@ def attend(
             if HAS_RIGHT:
                 visible &= n[None, :] <= position[:, None] + window_right
             s = tl.where(visible, s, float("-inf"))
-        p, alpha, m, l = online_softmax(s, m, l)
+        # What softcap or ALiBi has changed is scaled already.
+        BIASED: tl.constexpr = HAS_SOFTCAP or slope is not None
+        p, alpha, m, l = online_softmax(s, m, l, 1.0 if BIASED else scale * LOG2_E)
         acc = acc * alpha[:, None] + dot(p.to(v.dtype), v, UPCAST)
     return acc, m, l
 

@@ -60,6 +60,9 @@ def attend_tile(
     d = tl.arange(0, BLOCK_D)[None, :]
     q_rows = q_ptr + (token * q_stride_token + head * q_stride_head)[:, None]
     q = tl.load(q_rows + d, mask=row_mask[:, None] & (d < HEAD_DIM), other=0.0)
+    # The largest score is that of the largest product only if the scale is above 0.
+    q = tl.where(scale < 0.0, -q, q)
+    scale = tl.maximum(tl.abs(scale), 1e-37)
 
     shift = k_len - q_len
     first_token = tile * BLOCK_M // GROUP

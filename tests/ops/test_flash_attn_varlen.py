@@ -310,6 +310,15 @@ def test_a10_softcap_of_huge_scores_is_finite(device):
     assert abs(lse.item() - 50 - torch.tensor(5.0).log().item()) < 1e-4
 
 
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_scale_need_not_be_positive(device, scale):
+    q, k, v, (out, lse) = contiguous_call(
+        device, [40], [70], 4, 2, 64, torch.float16, generator(13), causal=True,
+        softmax_scale=scale,
+    )  # fmt: skip
+    check(out, lse, *attend_ragged(q, [k], [v], [40], scale, Features()), [v])
+
+
 def test_fp32_is_exact_and_not_tf32(device):
     # TF32 would be wrong by 1e-3.
     q, k, v, (out, lse) = contiguous_call(
