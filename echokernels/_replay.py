@@ -8,7 +8,6 @@ that cannot be replayed (an argument of a kernel that is not traced back to a te
 profiler's hook on launches, a tile that is forced) goes the long way.
 """
 
-import copy
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from echokernels import _tensor_map
 from echokernels._launch import Launch, Recording
 
 Replay = Callable[..., None]
@@ -100,16 +100,7 @@ class _Slot(NamedTuple):
     place: int
     source: int  # a tensor of the op, or behind those, scratch
     offset: int
-    descriptor: Any = None  # the parameter is a copy of this TMA descriptor, based there
-
-
-class _Base(NamedTuple):
-    """What a TMA descriptor needs of its base tensor at launch."""
-
-    pointer: int
-
-    def data_ptr(self) -> int:
-        return self.pointer
+    at: Callable[[int], Any] | None = None  # from the pointer to a TMA descriptor based there
 
 
 def _make_replay(recording: Recording, tensors: Sequence[torch.Tensor | None]) -> Replay:
@@ -137,33 +128,40 @@ class _Step(NamedTuple):
 
 def _step(launch: Launch, sources: Sequence[torch.Tensor | None]) -> _Step:
     compiled, grid, values = launch
-    template, slots = list(values), []
-    for index, value in enumerate(values):
+    run, head, argument_of = _entry(compiled)
+    template: list[Any] = []
+    slots = []
+    for value in values:
         if isinstance(value, torch.Tensor):
-            slots.append(_Slot(index, *_trace(value, sources)))
+            slots.append(_Slot(len(template), *_trace(value, sources)))
+            template.append(None)
         elif isinstance(getattr(value, "base", None), torch.Tensor):
-            slots.append(_Slot(index, *_trace(value.base, sources), _without_base(value)))
+            at, rest = argument_of(value)
+            slots.append(_Slot(len(template), *_trace(value.base, sources), at))
+            template += [None, *rest]
         else:
-            continue
-        template[index] = None
-    return _Step(*_entry(compiled), (*grid, 1, 1)[:3], template, slots)
+            template.append(value)
+    return _Step(run, head, (*grid, 1, 1)[:3], template, slots)
 
 
-def _entry(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
-    """What launches a compiled kernel, and what it takes between the stream and the values."""
+def _entry(
+    compiled: Any,
+) -> tuple[Callable[..., None], tuple[Any, ...], Callable[[Any], _tensor_map.Argument]]:
+    """What launches a compiled kernel, what it takes between the stream and the values, and what
+    it takes for TMA descriptors, asked for in order."""
     run = compiled.run
     if _calls_c_launcher and not (run.global_scratch_size or run.profile_scratch_size):
         # `run` is Python and adds 1.5 us on an H200's host to what it calls.
         flags = (run.launch_cooperative_grid, run.launch_pdl)
         hooks_and_scratch = (None, None, compiled.packed_metadata, None, None, None)
-        return run.launch, (compiled.function, *flags, *hooks_and_scratch)
-    return run, (compiled.function, compiled.packed_metadata, None, None, None)
-
-
-def _without_base(descriptor: Any) -> Any:
-    descriptor = copy.copy(descriptor)
-    descriptor.base = None
-    return descriptor
+        head: tuple[Any, ...] = (compiled.function, *flags, *hooks_and_scratch)
+        if (behind := _tensor_map.unwrapped(run.launch)) is None:
+            return run.launch, head, _tensor_map.for_python_launcher
+        launcher, notes = behind
+        in_order = iter(notes)
+        return launcher, head, lambda x: _tensor_map.for_c_launcher(x, next(in_order))
+    head = (compiled.function, compiled.packed_metadata, None, None, None)
+    return run, head, _tensor_map.for_python_launcher
 
 
 def _trace(value: torch.Tensor, sources: Sequence[torch.Tensor | None]) -> tuple[int, int]:
@@ -190,7 +188,7 @@ def _launch_nothing(*_: int) -> None:
 
 def _is_plain(steps: list[_Step]) -> bool:
     """One launch, and pointers go to it as they are."""
-    return len(steps) == 1 and not any(s.offset or s.descriptor is not None for s in steps[0].slots)
+    return len(steps) == 1 and not any(s.offset or s.at is not None for s in steps[0].slots)
 
 
 def _launch_plain(step: _Step, device: int) -> Replay:
@@ -213,13 +211,9 @@ def _launch_all(steps: list[_Step], device: int) -> Replay:
         stream = torch._C._cuda_getCurrentRawStream(device)
         for run, head, grid, template, slots in steps:
             values = template.copy()
-            for index, source, offset, descriptor in slots:
+            for index, source, offset, at in slots:
                 pointer = pointers[source] + offset
-                if descriptor is None:
-                    values[index] = pointer
-                else:
-                    values[index] = based = copy.copy(descriptor)
-                    based.base = _Base(pointer)
+                values[index] = pointer if at is None else at(pointer)
             run(*grid, stream, *head, *values)
 
     return replay

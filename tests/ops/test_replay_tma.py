@@ -54,4 +54,7 @@ def test_a_descriptor_follows_its_tensor(cuda, monkeypatch):
         copy(out, x)
         assert torch.equal(out, x)
         keep.append((out, x))  # so that each call has memory of its own
+    for out, x in keep:  # and at addresses that were seen before
+        copy(out, x.add_(1))
+        assert torch.equal(out, x)
     assert len(slow) == 1
