@@ -44,20 +44,25 @@ def _produce(q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, call):
         work = work_of(call, turn)
         kv_head = work.head // call.group
         begin, end = key_tiles(call, work)
-        for c in gl.static_range(CONSUMERS):
-            load_rows(q_desc, work.row + c * BLOCK_ROWS, work.head, q_ring, turn * CONSUMERS + c)
         for i in range(end - begin):
             tile = end - 1 - i
+            row = work.k_start + tile * S.block_n
             if PAGE_SIZE == 0:
-                row = work.k_start + tile * S.block_n
                 load_rows(k_desc, row, kv_head, k_ring, used)
-                load_rows(v_desc, row, kv_head, v_ring, used)
             else:
                 PAGES: gl.constexpr = S.block_n // PAGE_SIZE
                 table_ptr = call.table_ptr + work.seq.to(gl.int64) * call.table_stride
                 num_pages = gl.cdiv(work.k_len, PAGE_SIZE)
                 ids = load_page_ids(table_ptr, tile * PAGES, num_pages, PAGES)
                 load_pages(k_desc, ids, kv_head, k_ring, used, PAGE_SIZE)
+            if i == 0:
+                # After the first keys: the place of the queries is taken for longer.
+                for c in gl.static_range(CONSUMERS):
+                    q_row = work.row + c * BLOCK_ROWS
+                    load_rows(q_desc, q_row, work.head, q_ring, turn * CONSUMERS + c)
+            if PAGE_SIZE == 0:
+                load_rows(v_desc, row, kv_head, v_ring, used)
+            else:
                 load_pages(v_desc, ids, kv_head, v_ring, used, PAGE_SIZE)
             used += 1
 
