@@ -116,8 +116,15 @@ def test_warmup_launches_all_that_traffic_does(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_nothing_compiles_after_warmup(folder: Path, cuda: torch.device, dtype: str) -> None:
-    llm = LLM(folder, device=cuda, dtype=dtype, page_size=4, num_pages=52, **LIMITS)
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_nothing_compiles_after_warmup(
+    tmp_path: Path, cuda: torch.device, dtype: str, page_size: int
+) -> None:
+    # With heads of 64 and pages of 16 chunks go to the kernel for Hopper.
+    heads = {} if page_size == 4 else {"head_dim": 64}
+    folder = save(tiny_llama(**heads), tmp_path, tokenizer=False)
+    pages: dict[str, Any] = {"page_size": page_size, "num_pages": 208 // page_size}
+    llm = LLM(folder, device=cuda, dtype=dtype, **pages, **LIMITS)
     with echokernels.no_jit():
         assert mixed_traffic(llm, seed=1) == []
     assert llm.engine.stats().num_preemptions > 0
