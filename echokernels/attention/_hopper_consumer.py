@@ -20,6 +20,11 @@ from echokernels.attention._hopper_work import key_tiles, num_turns, unmasked_ti
 _LOG2_E = gl.constexpr(1.4426950408889634)
 _LN_2 = gl.constexpr(0.6931471805599453)
 _NOTHING = gl.constexpr(float("-inf"))
+# In PTX: two fp32 as the halves of an int32, and these halves.
+_TO_BF16 = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
+_TO_FP16 = gl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
+_LOW = gl.constexpr("{ .reg .b16 other; mov.b32 {$0, other}, $1; }")
+_HIGH = gl.constexpr("{ .reg .b16 other; mov.b32 {other, $0}, $1; }")
 
 
 @aggregate
@@ -93,7 +98,7 @@ def consume(consumer: gl.constexpr, out_desc, out_tiles, q_ring, k_ring, v_ring,
 
         v_ring.wait_full(used - 1)
         OUT: gl.constexpr = acc.type.layout
-        p = _as_operand(p, q.dtype, OUT)
+        p = _unpacked(p, q.dtype, OUT)
         product = warpgroup_mma(p, v_ring.tile(used - 1), acc, is_async=True)
         acc = warpgroup_mma_wait(0, [product])
         v_ring.release(used - 1)
@@ -133,18 +138,14 @@ def _first_tile(q, k_ring, v_ring, use, tile, rows, call):
         v_ring.wait_full(use)
         _zero_rows(v_ring.tile(use), valid)
     acc = gl.zeros([BLOCK_ROWS, BLOCK_D], gl.float32, OUT)
-    return acc, m, _sum_of_thread(p), p
+    return acc, m, _sum_of_thread(p), _packed(p, q.dtype)
 
 
 @gluon.jit
 def _next_tile(q, k_ring, v_ring, use, acc, m, l, p, tile, rows, call, MASKED: gl.constexpr):
-    """The same after one more key tile; multiplies the weights of the one before.
-
-    Weights stay in fp32 until then: carried around the loop as halves, each pair would be swapped
-    and swapped back.
-    """
+    """The same after one more key tile; multiplies the weights of the one before."""
     OUT: gl.constexpr = acc.type.layout
-    p = _as_operand(p, q.dtype, OUT)
+    p = _unpacked(p, q.dtype, OUT)
     k_ring.wait_full(use)
     scores = _multiply(q, k_ring.tile(use))
     v_ring.wait_full(use - 1)
@@ -163,7 +164,7 @@ def _next_tile(q, k_ring, v_ring, use, acc, m, l, p, tile, rows, call, MASKED: g
     acc = warpgroup_mma_wait(0, [product])
     v_ring.release(use - 1)
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
-    return acc, m, l, weights
+    return acc, m, l, _packed(weights, q.dtype)
 
 
 @gluon.jit
@@ -236,8 +237,35 @@ def _sum_of_thread(p):
 
 
 @gluon.jit
-def _as_operand(p, dtype: gl.constexpr, OUT: gl.constexpr):
-    return gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, OUT, k_width=2))
+def _packed(p, dtype: gl.constexpr):
+    """Weights rounded to halves, two neighbours in each int32. As halves they would be swapped and
+    swapped back on their way around the loop, and in fp32 take twice the registers."""
+    even, odd = gl.split(gl.reshape(p, [BLOCK_ROWS, p.shape[1] // 2, 2]))
+    ROUND: gl.constexpr = _TO_BF16 if dtype == gl.bfloat16 else _TO_FP16
+    return gl.inline_asm_elementwise(
+        ROUND, "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _unpacked(packed, dtype: gl.constexpr, OUT: gl.constexpr):
+    """The same as the left operand of a product whose result has layout OUT."""
+    if dtype == gl.bfloat16:
+        low = gl.inline_asm_elementwise(
+            _LOW, "=h,r", [packed], dtype=gl.bfloat16, is_pure=True, pack=1
+        )
+        high = gl.inline_asm_elementwise(
+            _HIGH, "=h,r", [packed], dtype=gl.bfloat16, is_pure=True, pack=1
+        )
+    else:
+        low = gl.inline_asm_elementwise(
+            _LOW, "=h,r", [packed], dtype=gl.float16, is_pure=True, pack=1
+        )
+        high = gl.inline_asm_elementwise(
+            _HIGH, "=h,r", [packed], dtype=gl.float16, is_pure=True, pack=1
+        )
+    p = gl.reshape(gl.join(low, high), [BLOCK_ROWS, 2 * packed.shape[1]])
+    return gl.convert_layout(p, gl.DotOperandLayout(0, OUT, k_width=2))
 
 
 @gluon.jit

@@ -130,9 +130,9 @@ def test_prefill_hopper(head_dim, name):
     schedule, prefill = kernels
     assert "wgmma.mma_async" in prefill.asm["ptx"]
     assert local_memory(schedule) == 0
-    # What a tile of queries needs once is parked while the loops run.
-    assert local_memory(prefill) <= 96
-    if name in ("plain", "pages", "window", "window-pages"):
+    # What a tile of queries needs once may be parked while the loops run.
+    assert local_memory(prefill) <= (0 if name == "plain" else 80)
+    if "softcap" not in HOPPER[name]:
         for body in loops_over_keys(prefill):
             assert not [line for line in body if re.search(r"\b(LDL|STL)\b", line)]
 
