@@ -1,7 +1,8 @@
-"""A consumer of the Hopper prefill: 64 queries of a tile, over all its key tiles, last to first.
+"""A consumer of the Hopper prefill: 64 queries of a tile over the key tiles they see, last first.
 
-The scores of a key tile are multiplied while the weights of the one before are, with its values:
-the tensor cores work while the exponentials are taken (FlashAttention-3; Shah et al., 2024).
+The scores of a key tile go to the tensor cores together with the product of the weights of the tile
+before and its values (FlashAttention-3; Shah et al., 2024). While a consumer takes exponentials,
+the others multiply.
 """
 
 from triton.experimental import gluon
@@ -15,7 +16,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from echokernels._gluon_compat import aggregate
 from echokernels.attention._hopper_memory import BLOCK_ROWS
-from echokernels.attention._hopper_work import key_tiles, num_turns, unmasked_tiles, work_of
+from echokernels.attention._hopper_work import (
+    key_tiles,
+    own_end,
+    unmasked_tiles,
+    work_of,
+)
 
 _LOG2_E = gl.constexpr(1.4426950408889634)
 _LN_2 = gl.constexpr(0.6931471805599453)
@@ -50,14 +56,23 @@ def _accumulator_layout(columns):
 
 
 @gluon.jit
-def consume(consumer: gl.constexpr, out_desc, out_tiles, q_ring, k_ring, v_ring, call):
+def consume(consumer: gl.constexpr, out_desc, out_tiles, items, q_ring, k_ring, v_ring, call):
     S: gl.constexpr = call.S
     used = 0  # key tiles so far
-    work = work_of(call, 0)
-    for turn in range(num_turns(call)):
-        next_work = work_of(call, turn + 1)  # on its way while this one is worked on
+    turn = 0
+    item = gl.program_id(0)
+    work = work_of(call, item)
+    while item < call.num_items:
         rows = _rows(consumer, call, work)
         begin, end = key_tiles(call, work)
+        for _ in range(end - own_end(call, rows.position, begin, end)):
+            # Of the consumers after this one only.
+            k_ring.wait_full(used)
+            k_ring.release(used)
+            v_ring.wait_full(used)
+            v_ring.release(used)
+            used += 1
+        end = own_end(call, rows.position, begin, end)
         full_begin, full_end = unmasked_tiles(call, work, rows.position, begin, end)
 
         q_use = turn * S.consumers + consumer
@@ -73,19 +88,9 @@ def consume(consumer: gl.constexpr, out_desc, out_tiles, q_ring, k_ring, v_ring,
         if not S.masks_all:
             for i in range(full_end - full_begin):
                 acc, m, l, p = _next_tile(
-                    q,
-                    k_ring,
-                    v_ring,
-                    used,
-                    acc,
-                    m,
-                    l,
-                    p,
-                    full_end - 1 - i,
-                    rows,
-                    call,
+                    q, k_ring, v_ring, used, acc, m, l, p, full_end - 1 - i, rows, call,
                     MASKED=False,
-                )
+                )  # fmt: skip
                 used += 1
             if S.has_left:
                 for i in range(full_begin - begin):
@@ -100,6 +105,8 @@ def consume(consumer: gl.constexpr, out_desc, out_tiles, q_ring, k_ring, v_ring,
         OUT: gl.constexpr = acc.type.layout
         p = _unpacked(p, q.dtype, OUT)
         product = warpgroup_mma(p, v_ring.tile(used - 1), acc, is_async=True)
+        item = items.receive(turn)
+        next_work = work_of(call, item)  # on its way during the last product
         acc = warpgroup_mma_wait(0, [product])
         v_ring.release(used - 1)
         out, lse = _finish(acc, m, l, work.head, call)
@@ -107,6 +114,7 @@ def consume(consumer: gl.constexpr, out_desc, out_tiles, q_ring, k_ring, v_ring,
             _store_lse(consumer, lse, work, call)
         _store_out(consumer, out, out_desc, out_tiles, work, call)
         work = next_work
+        turn += 1
     if S.stages_output:
         tma.store_wait(0)
 
@@ -158,9 +166,6 @@ def _next_tile(q, k_ring, v_ring, use, acc, m, l, p, tile, rows, call, MASKED: g
     weights, m, alpha = _weigh(s, m, call, MASKED)
     l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None]
     l += _sum_of_thread(weights)
-    # Returns at once. Without it the assembler moves the wait for the product before the
-    # exponentials, which would then run while the tensor cores idle.
-    v_ring.wait_full(use - 1)
     acc = warpgroup_mma_wait(0, [product])
     v_ring.release(use - 1)
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]

@@ -90,6 +90,48 @@ def make_ring(
     return Ring(tiles, full, empty)
 
 
+@aggregate
+class Mailbox:
+    """Numbers that the loading warp sends to all consumers: a ring of two cells."""
+
+    cells: gl.shared_memory_descriptor  # i32[2, 1]
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, cells, full, empty):
+        self.cells = cells
+        self.full = full
+        self.empty = empty
+
+    @gluon.jit
+    def send(self, use, number):
+        mbarrier.wait(self.empty.index(use % 2), ((use // 2) & 1) ^ 1)
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        self.cells.index(use % 2).store(gl.full([1], number, gl.int32, layout))
+        mbarrier.arrive(self.full.index(use % 2))
+
+    @gluon.jit
+    def receive(self, use):
+        mbarrier.wait(self.full.index(use % 2), (use // 2) & 1)
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        number = gl.max(self.cells.index(use % 2).load(layout), 0)
+        mbarrier.arrive(self.empty.index(use % 2))
+        return number
+
+
+@gluon.jit
+def make_mailbox(CONSUMERS: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    cells = gl.allocate_shared_memory(gl.int32, [2, 1], LAYOUT)
+    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(2):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=CONSUMERS)
+    return Mailbox(cells, full, empty)
+
+
 @gluon.jit
 def load_rows(desc, row, head, ring, use):
     """A tile of consecutive rows of one head."""

@@ -11,8 +11,9 @@ from echokernels.attention._hopper_memory import BLOCK_ROWS
 class Call:
     """Scalars and pointers of the call."""
 
-    records_ptr: gl.tensor  # i32[count, 8], see _prefill_schedule.py
-    count: gl.tensor
+    records_ptr: gl.tensor  # i32[tiles, 8], see _prefill_schedule.py
+    counts_ptr: gl.tensor
+    num_items: gl.tensor  # tiles times heads
     heads: gl.tensor
     group: gl.tensor  # query heads of a KV head
     window_left: gl.tensor
@@ -34,12 +35,13 @@ class Call:
 
     @gluon.constexpr_function
     def __init__(
-        self, records_ptr, count, heads, group, window_left, window_right, scale, cap, slopes_ptr,
-        slopes_stride, sinks_ptr, table_ptr, table_stride, out_ptr, out_stride_token,
-        out_stride_head, lse_ptr, lse_stride_head, lse_stride_token, S,
+        self, records_ptr, counts_ptr, num_items, heads, group, window_left, window_right, scale,
+        cap, slopes_ptr, slopes_stride, sinks_ptr, table_ptr, table_stride, out_ptr,
+        out_stride_token, out_stride_head, lse_ptr, lse_stride_head, lse_stride_token, S,
     ):  # fmt: skip
         self.records_ptr = records_ptr
-        self.count = count
+        self.counts_ptr = counts_ptr
+        self.num_items = num_items
         self.heads = heads
         self.group = group
         self.window_left = window_left
@@ -84,30 +86,31 @@ class Work:
 
 
 @gluon.jit
-def _place(turn):
-    """Programs take work in alternating order, so that who had the most gets the least next."""
-    program, programs = gl.program_id(0), gl.num_programs(0)
-    return gl.where(turn % 2 == 1, programs - 1 - program, program)
+def work_of(call, item):
+    """Item number `item` of the list; the last one beyond its end."""
+    S: gl.constexpr = call.S
+    item = gl.maximum(gl.minimum(item, call.num_items - 1), 0)
+    ptr = call.records_ptr + item // call.heads * 8
+    before, tiles = gl.load(ptr), gl.load(ptr + 1)
+    q_start, q_len = gl.load(ptr + 2), gl.load(ptr + 3)
+    k_start, k_len = gl.load(ptr + 4), gl.load(ptr + 5)
+    seq = gl.load(ptr + 6)
+    # Of a sequence: `together` heads at a time, of these its tiles from the last to the first.
+    item -= before * call.heads
+    together = gl.load(ptr + 7) * call.group
+    per_round = tiles * together
+    first_head = item // per_round * together
+    item -= first_head * tiles
+    together = gl.minimum(together, call.heads - first_head)
+    first = (tiles - 1 - item // together) * (S.consumers * BLOCK_ROWS)
+    head = first_head + item % together
+    return Work(head, q_start + first, first, q_len, k_start, k_len, seq)
 
 
 @gluon.jit
-def num_turns(call):
-    """How many tiles this program works on."""
-    total = call.count * call.heads
-    full = total // gl.num_programs(0)
-    return full + gl.where(_place(full) < total % gl.num_programs(0), 1, 0)
-
-
-@gluon.jit
-def work_of(call, turn):
-    """This program's tile number `turn`; that of another one if it has fewer."""
-    at = turn * gl.num_programs(0) + _place(turn)
-    entry = gl.maximum(gl.minimum(at // call.heads, call.count - 1), 0)
-    ptr = call.records_ptr + entry * 8
-    return Work(
-        at % call.heads, gl.load(ptr), gl.load(ptr + 1), gl.load(ptr + 2), gl.load(ptr + 3),
-        gl.load(ptr + 4), gl.load(ptr + 5),
-    )  # fmt: skip
+def take_item(call):
+    """The next item that no program has taken."""
+    return gl.num_programs(0) + gl.atomic_add(call.counts_ptr + 1, 1, sem="relaxed")
 
 
 @gluon.jit
@@ -125,6 +128,17 @@ def key_tiles(call, work):
         first_key = gl.maximum(work.first + shift - call.window_left, 0)
         begin = gl.minimum(first_key // S.block_n, end - 1)
     return begin, end
+
+
+@gluon.jit
+def own_end(call, position, begin, end):
+    """The end of the key tiles that a consumer's rows see, the first at key `position`; at least
+    one tile is theirs."""
+    S: gl.constexpr = call.S
+    if S.has_right:
+        seen = gl.maximum(position + BLOCK_ROWS + call.window_right, 0)
+        end = gl.maximum(gl.minimum(end, gl.cdiv(seen, S.block_n)), begin + 1)
+    return end
 
 
 @gluon.jit

@@ -1,12 +1,13 @@
-"""The work list of a ragged prefill: query tiles of all sequences, those with most keys first.
+"""The work list of a ragged prefill: the order in which programs take query tiles.
 
-Programs that take tiles of such a list in turn end together, whatever the mix of lengths (longest
-processing time first; Graham, 1969). The list is made on the device: lengths never come to the
-host.
+Sequences with most keys come first and, of a sequence, the tiles that see most, so that what is
+left at the end is small, whatever the mix of lengths (longest processing time first; Graham, 1969).
+The tiles of one sequence stay together, and so do those of a few of its heads where the keys and
+values of all would not fit the L2: programs that run at the same time read the same keys.
 
-A tile's place is the number of tiles before it. Work does not fall with a tile's number in its
-sequence, so how many tiles of a sequence have more work than a given one has a closed form, and a
-program counts over sequences instead of sorting tiles.
+The list is made on the device: lengths never come to the host. It has a record for each query tile,
+but a record describes its whole sequence; which head and which tile an item of work is follows from
+its number (`_hopper_work.work_of`).
 """
 
 import torch
@@ -17,36 +18,12 @@ from echokernels._launch import launch, scratch
 from echokernels._pdl import early_launch, let_next_start, wait_for_previous
 
 RECORD = tl.constexpr(8)
-"""int32 a tile: its first query's row in the packed tensor, the same in its sequence, the
-sequence's query length, its first key's row in packed keys (0 in pages), its key length, its
-number; the rest is unused."""
+"""int32 a record: the number of tiles of all sequences before this one in the list, that of its
+tiles, its first query's row in the packed tensor, its query length, its first key's row in packed
+keys (0 in pages), its key length, its number in the batch, and how many KV heads stay together."""
 
-_BLOCK_TILES = tl.constexpr(32)
+_BLOCK_RECORDS = tl.constexpr(128)
 _BLOCK_SEQS = tl.constexpr(64)
-
-
-@triton.jit
-def _num_keys(tile, shift, k_len, most, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-              HAS_RIGHT: tl.constexpr):  # fmt: skip
-    """Key tiles that a query tile sees, from 1 to `most`."""
-    end = k_len
-    if HAS_RIGHT:
-        end = tl.minimum(k_len, tile * BLOCK_M + BLOCK_M + shift)
-    return tl.minimum(tl.maximum(tl.cdiv(tl.maximum(end, 0), BLOCK_N), 1), most)
-
-
-@triton.jit
-def _num_heavier(work, tiles, shift, k_len, most, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                 HAS_RIGHT: tl.constexpr):  # fmt: skip
-    """How many of a sequence's `tiles` see more than `work` >= 0 key tiles."""
-    limit = work * BLOCK_N
-    lighter = tl.where(k_len <= limit, tiles, 0)
-    if HAS_RIGHT:
-        room = limit - BLOCK_M - shift  # of tiles up to room // BLOCK_M
-        within = tl.where(room >= 0, tl.minimum(room // BLOCK_M + 1, tiles), 0)
-        lighter = tl.maximum(lighter, within)
-    lighter = tl.where(work >= 1, lighter, 0)
-    return tl.where(work >= most, 0, tiles - lighter)
 
 
 @triton.jit
@@ -66,21 +43,21 @@ def _lengths(seq, mask, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr):
 
 @triton.jit(
     do_not_specialize=[
-        "cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "seqused_k_ptr", "num_seqs", "window_right", "most",
+        "cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "seqused_k_ptr", "num_seqs", "most_keys",
+        "kv_heads", "keys_in_l2",
     ]
 )  # fmt: skip
 def schedule_kernel(
     records_ptr,  # i32[max_tiles, RECORD], out
-    count_ptr,  # i32[1], out
+    counts_ptr,  # i32[2], out: tiles in the list; items taken from it, 0
     cu_seqlens_q_ptr,  # [num_seqs + 1]
     cu_seqlens_k_ptr,  # [num_seqs + 1], or None
     seqused_k_ptr,  # [num_seqs], or None
     num_seqs,
-    window_right,
-    most,  # key tiles that a left window leaves at most
-    HAS_RIGHT: tl.constexpr,
+    most_keys,  # that a query tile sees
+    kv_heads,
+    keys_in_l2,  # of one head
     BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_previous(PDL)
@@ -89,48 +66,38 @@ def schedule_kernel(
     q_start, q_len, k_start, k_len = _lengths(
         seq, seq < num_seqs, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr
     )
-    tiles = tl.cdiv(q_len, BLOCK_M)
-    shift = k_len - q_len + window_right
+    seen = tl.minimum(k_len, most_keys)
+    before = tl.zeros([], tl.int32)
     total = tl.zeros([], tl.int32)
-    for first in range(0, tl.maximum(tiles, 1), _BLOCK_TILES):
-        tile = first + tl.arange(0, _BLOCK_TILES)
-        work = _num_keys(tile, shift, k_len, most, BLOCK_M, BLOCK_N, HAS_RIGHT)
-        # Of the own sequence: more work means a higher number, and so do ties.
-        place = tiles - 1 - tile
-        total = tl.zeros([], tl.int32)
-        for start in range(0, num_seqs, _BLOCK_SEQS):
-            other = start + tl.arange(0, _BLOCK_SEQS)
-            _, other_q, _, other_k = _lengths(
-                other, other < num_seqs, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr
-            )
-            other_tiles = tl.cdiv(other_q, BLOCK_M)
-            total += tl.sum(other_tiles, axis=0)
-            # Of ties, those of earlier sequences come first.
-            least = work[:, None] - (other < seq).to(tl.int32)[None, :]
-            heavier = _num_heavier(
-                least, other_tiles[None, :], (other_k - other_q + window_right)[None, :],
-                other_k[None, :], most, BLOCK_M, BLOCK_N, HAS_RIGHT,
-            )  # fmt: skip
-            place += tl.sum(tl.where((other == seq)[None, :], 0, heavier), axis=1)
-        _store_records(
-            records_ptr, place, tile, tiles, q_start, q_len, k_start, k_len, seq, BLOCK_M
+    for start in range(0, num_seqs, _BLOCK_SEQS):
+        other = start + tl.arange(0, _BLOCK_SEQS)
+        _, other_q, _, other_k = _lengths(
+            other, other < num_seqs, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr
         )
+        other_seen = tl.minimum(other_k, most_keys)
+        comes_first = (other_seen > seen) | ((other_seen == seen) & (other < seq))
+        tiles = tl.cdiv(other_q, BLOCK_M)
+        before += tl.sum(tl.where(comes_first, tiles, 0), axis=0)
+        total += tl.sum(tiles, axis=0)
+
+    tiles = tl.cdiv(q_len, BLOCK_M)
+    rounds = tl.cdiv(kv_heads, tl.maximum(keys_in_l2 // tl.maximum(seen, 1), 1))
+    together = tl.cdiv(kv_heads, rounds)
+    for first in range(0, tiles, _BLOCK_RECORDS):
+        tile = first + tl.arange(0, _BLOCK_RECORDS)
+        record_ptr = records_ptr + (before + tile).to(tl.int64) * RECORD
+        mask = tile < tiles
+        tl.store(record_ptr, before, mask=mask)
+        tl.store(record_ptr + 1, tiles, mask=mask)
+        tl.store(record_ptr + 2, q_start, mask=mask)
+        tl.store(record_ptr + 3, q_len, mask=mask)
+        tl.store(record_ptr + 4, k_start, mask=mask)
+        tl.store(record_ptr + 5, k_len, mask=mask)
+        tl.store(record_ptr + 6, seq, mask=mask)
+        tl.store(record_ptr + 7, together, mask=mask)
     if seq == 0:
-        tl.store(count_ptr, total)
-
-
-@triton.jit
-def _store_records(
-    records_ptr, place, tile, tiles, q_start, q_len, k_start, k_len, seq, BLOCK_M: tl.constexpr
-):
-    record_ptr = records_ptr + place.to(tl.int64) * RECORD
-    mask = tile < tiles
-    tl.store(record_ptr, q_start + tile * BLOCK_M, mask=mask)
-    tl.store(record_ptr + 1, tile * BLOCK_M, mask=mask)
-    tl.store(record_ptr + 2, q_len, mask=mask)
-    tl.store(record_ptr + 3, k_start, mask=mask)
-    tl.store(record_ptr + 4, k_len, mask=mask)
-    tl.store(record_ptr + 5, seq, mask=mask)
+        tl.store(counts_ptr, total)
+        tl.store(counts_ptr + 1, 0)
 
 
 def schedule(
@@ -138,36 +105,35 @@ def schedule(
     cu_seqlens_k: torch.Tensor | None,
     seqused_k: torch.Tensor | None,
     num_tokens: int,
+    kv_heads: int,
     block_m: int,
-    block_n: int,
     window: tuple[int, int],
+    keys_in_l2: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(records int32 [max_tiles, RECORD], count int32 [1]) of `num_tokens` packed queries.
+    """(records int32 [max_tiles, RECORD], counts int32 [2]) of `num_tokens` packed queries.
 
-    window: (left, right), -1 for all; causal is right = 0. Launches one kernel.
+    window: (left, right), -1 for all; causal is right = 0. keys_in_l2: keys of one head that the L2
+    is to hold with their values. Launches one kernel.
     """
     num_seqs = cu_seqlens_q.shape[0] - 1
     device = cu_seqlens_q.device
     records = scratch((num_tokens // block_m + num_seqs, RECORD.value), torch.int32, device)
-    count = scratch((1,), torch.int32, device)
+    counts = scratch((2,), torch.int32, device)
     left, right = window
-    # A window of left + 1 keys, for each of block_m rows, touches at most so many tiles.
-    most = 2**30 if left < 0 else (left + block_m + max(right, 0)) // block_n + 2
     launch(
         schedule_kernel,
         (num_seqs,),
         records,
-        count,
+        counts,
         cu_seqlens_q,
         cu_seqlens_k,
         seqused_k,
         num_seqs,
-        max(right, 0),
-        most,
-        HAS_RIGHT=right >= 0,
+        left + block_m + right if min(window) >= 0 else 2**30,
+        kv_heads,
+        keys_in_l2,
         BLOCK_M=block_m,
-        BLOCK_N=block_n,
         num_warps=4,
         **early_launch(device),
     )
-    return records, count
+    return records, counts

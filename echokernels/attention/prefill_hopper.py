@@ -1,9 +1,10 @@
 """The prefill for Hopper, in Gluon: FlashAttention-3 (Shah et al., 2024) over ragged batches.
 
-A program stays on its SM and takes tiles of 64 queries a consumer from a list, heaviest first
-(`_prefill_schedule`). One warp loads by TMA (`_hopper_memory`), two or three warpgroups multiply by
-WGMMA (`_hopper_consumer`). What it computes is what the portable kernel in `prefill.py` does; it
-takes fp16 and bf16 with head dims up to 256.
+A program stays on its SM and takes one item of work after another, a head of a query tile, from a
+list that all programs share (`_prefill_schedule`). One warp takes the items and loads by TMA
+(`_hopper_memory`); two or three warpgroups, of 64 queries each, multiply by WGMMA
+(`_hopper_consumer`). What it computes is what the portable kernel in `prefill.py` does; it takes
+fp16 and bf16 with head dims up to 256.
 """
 
 import torch
@@ -22,26 +23,33 @@ from echokernels.attention._hopper_memory import (
     load_page_ids,
     load_pages,
     load_rows,
+    make_mailbox,
     make_ring,
 )
-from echokernels.attention._hopper_work import Call, key_tiles, num_turns, work_of
+from echokernels.attention._hopper_work import Call, key_tiles, take_item, work_of
 from echokernels.attention._prefill_schedule import schedule
 
 # Each program of the schedule looks at all sequences.
 _MOST_SEQS = 4096
+# Keys and values that the L2 keeps while queries and outputs pass through it as well.
+_L2_BYTES = 32 * 2**20
 _LOG2_E = 1.4426950408889634
 _GLUON_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 
 @gluon.jit
-def _produce(q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, call):
-    """Loads the queries of every tile, and keys and values from the last key tile to the first."""
+def _produce(q_desc, k_desc, v_desc, items, q_ring, k_ring, v_ring, call):
+    """Takes items; loads the queries of each, and its key tiles from the last to the first."""
     S: gl.constexpr = call.S
     CONSUMERS: gl.constexpr = S.consumers
     PAGE_SIZE: gl.constexpr = S.page_size
     used = 0
-    for turn in range(num_turns(call)):
-        work = work_of(call, turn)
+    turn = 0
+    item = gl.program_id(0)
+    while item < call.num_items:
+        work = work_of(call, item)
+        item = take_item(call)
+        items.send(turn, item)
         kv_head = work.head // call.group
         begin, end = key_tiles(call, work)
         for i in range(end - begin):
@@ -65,28 +73,29 @@ def _produce(q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, call):
             else:
                 load_pages(v_desc, ids, kv_head, v_ring, used, PAGE_SIZE)
             used += 1
+        turn += 1
 
 
 @gluon.jit
-def _consume_0(out_desc, out_tiles, q_ring, k_ring, v_ring, call):
-    consume(0, out_desc, out_tiles, q_ring, k_ring, v_ring, call)
+def _consume_0(out_desc, out_tiles, items, q_ring, k_ring, v_ring, call):
+    consume(0, out_desc, out_tiles, items, q_ring, k_ring, v_ring, call)
 
 
 @gluon.jit
-def _consume_1(out_desc, out_tiles, q_ring, k_ring, v_ring, call):
-    consume(1, out_desc, out_tiles, q_ring, k_ring, v_ring, call)
+def _consume_1(out_desc, out_tiles, items, q_ring, k_ring, v_ring, call):
+    consume(1, out_desc, out_tiles, items, q_ring, k_ring, v_ring, call)
 
 
 @gluon.jit
-def _consume_2(out_desc, out_tiles, q_ring, k_ring, v_ring, call):
-    consume(2, out_desc, out_tiles, q_ring, k_ring, v_ring, call)
+def _consume_2(out_desc, out_tiles, items, q_ring, k_ring, v_ring, call):
+    consume(2, out_desc, out_tiles, items, q_ring, k_ring, v_ring, call)
 
 
 # Index tensors may be slices at any offset of larger buffers: their alignment varies at run time.
 @gluon.jit(
     do_not_specialize=[
         "window_left", "window_right", "table_ptr", "table_stride", "lse_stride_head", "heads",
-        "group", "slopes_stride",
+        "group", "slopes_stride", "lse_stride_token",
     ]
 )  # fmt: skip
 def _prefill_hopper_kernel(
@@ -97,7 +106,7 @@ def _prefill_hopper_kernel(
     k_desc,  # [keys, kv_heads, head_dim], or slots [num_pages * page_size, kv_heads * head_dim]
     v_desc,
     records_ptr,  # i32[max_tiles, 8]
-    count_ptr,  # i32[1]
+    counts_ptr,  # i32[2]
     table_ptr,  # [num_seqs, max_pages], or None
     slopes_ptr,  # f32[heads] or [num_seqs, heads], or None
     sinks_ptr,  # [heads], or None
@@ -126,17 +135,19 @@ def _prefill_hopper_kernel(
         out_tiles = gl.allocate_shared_memory(
             dtype, [S.consumers, BLOCK_ROWS, S.block_d], q_ring.tiles.layout
         )
+    items = make_mailbox(S.consumers)
     # A pointer that is absent is not used: any other takes its place.
     call = Call(
-        records_ptr, gl.load(count_ptr), heads, group, window_left, window_right, scale, cap,
+        records_ptr, counts_ptr, gl.load(counts_ptr) * heads, heads, group, window_left,
+        window_right, scale, cap,
         slopes_ptr if S.has_alibi else records_ptr, slopes_stride,
         sinks_ptr if S.has_sinks else records_ptr,
         table_ptr if S.page_size > 0 else records_ptr, table_stride,
         out_ptr, out_stride_token, out_stride_head,
         lse_ptr if S.has_lse else records_ptr, lse_stride_head, lse_stride_token, S,
     )  # fmt: skip
-    loads = (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, call)
-    uses = (out_desc, out_tiles, q_ring, k_ring, v_ring, call)
+    loads = (q_desc, k_desc, v_desc, items, q_ring, k_ring, v_ring, call)
+    uses = (out_desc, out_tiles, items, q_ring, k_ring, v_ring, call)
     if S.consumers == 2:
         gl.warp_specialize(
             [(_consume_0, uses), (_consume_1, uses), (_produce, loads)],
@@ -159,8 +170,11 @@ _REGISTERS = {2: (240, 24), 3: (160, 32)}
 def config(head_dim: int) -> TileConfig:
     """block_m queries by block_n keys; num_stages tiles of K and of V on their way."""
     block_d = triton.next_power_of_2(head_dim)
+    # A small head leaves room for the registers of three consumers.
     return TileConfig(
-        block_m=2 * BLOCK_ROWS.value, block_n=64 if block_d == 256 else 128, num_stages=2
+        block_m=(3 if block_d == 64 else 2) * BLOCK_ROWS.value,
+        block_n=64 if block_d == 256 else 128,
+        num_stages=2,
     )
 
 
@@ -212,9 +226,13 @@ def _heads_descriptor(x: torch.Tensor, rows: int, block_d: int) -> TensorDescrip
     """Of [tokens, heads, head_dim]: `rows` tokens of one head, columns beyond head_dim zero."""
     block = [rows, 1, block_d]
     layout = gl.NVMMASharedLayout.get_default_for(block, _GLUON_DTYPES[x.dtype])
-    # A step along a dimension of one is never taken, but has to be a valid one.
-    strides = [x.stride(i) if x.shape[i] > 1 else block_d for i in range(2)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout)
+    return TensorDescriptor(x, list(x.shape), [*_steps(x), 1], block, layout)
+
+
+def _steps(x: torch.Tensor) -> list[int]:
+    """Strides of tokens and heads. One along a dimension of 1 is never taken, but TMA wants it to
+    be a multiple of 16 bytes."""
+    return [x.stride(i) if x.shape[i] > 1 else 256 for i in range(2)]
 
 
 def _pages_descriptor(x: torch.Tensor) -> TensorDescriptor:
@@ -250,8 +268,15 @@ def launch_hopper(
     consumers = tile.block_m // BLOCK_ROWS.value
     page_size = 0 if block_table is None else k.shape[1]
     consumer_registers, loader_registers = _REGISTERS[consumers]
-    records, count = schedule(
-        cu_seqlens_q, cu_seqlens_k, seqused_k, q.shape[0], tile.block_m, tile.block_n, window
+    records, counts = schedule(
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_k,
+        q.shape[0],
+        k.shape[-2],
+        tile.block_m,
+        window,
+        _L2_BYTES // (2 * head_dim * k.element_size()),
     )
     shape = Shape(
         head_dim=head_dim,
@@ -281,13 +306,13 @@ def launch_hopper(
             for x in (k, v)
         ),
         records,
-        count,
+        counts,
         block_table,
         alibi_slopes,
         sinks,
         heads,
         heads // k.shape[-2],
-        *out.stride()[:2],
+        *_steps(out),
         *((0, 0) if lse is None else lse.stride()),
         0 if block_table is None else block_table.stride(0),
         alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0,
