@@ -52,8 +52,8 @@ _path: ContextVar[str] = ContextVar("echokernels_prefill_path", default="auto")
 
 
 @contextmanager
-def forced_path(path: Literal["auto", "portable"]) -> Iterator[None]:
-    """Within the context, prefill runs the portable kernel even where another would be chosen."""
+def forced_path(path: Literal["auto", "portable", "hopper"]) -> Iterator[None]:
+    """Within the context, prefill runs the portable kernel, or that for Hopper wherever it can."""
     token = _path.set(path)
     try:
         with bypass():
@@ -160,7 +160,13 @@ def _flash_attn_varlen_kernel(
     )  # fmt: skip
 
 
-def _config(head_dim: int, itemsize: int, rows: int, target: Target) -> TileConfig:
+def _wants_hopper(max_seqlen_q: int) -> bool:
+    # Its tiles are of one head, so in short chunks most rows are masked; the portable kernel packs
+    # the heads of a group. On an H200 they are even at 64 tokens, with 1 to 8 heads in a group.
+    return _path.get() == "hopper" or (_path.get() == "auto" and max_seqlen_q > 64)
+
+
+def _config(head_dim: int, itemsize: int, rows: int, paged: bool, target: Target) -> TileConfig:
     """block_m rows by block_n keys. A sequence has up to `rows` of (query token, group's head)."""
     # A short chunk must not pay for a tile of mostly masked rows; 16 is the tensor cores' least.
     needed = max(16, triton.next_power_of_2(rows))
@@ -168,15 +174,25 @@ def _config(head_dim: int, itemsize: int, rows: int, target: Target) -> TileConf
     if itemsize == 4:
         # Exact fp32 products run on the ordinary cores and keep both operands in registers.
         return TileConfig(min(needed, 16 if wide else 32), 32, num_warps=8, num_stages=1)
+    if target.has_wgmma and head_dim > 64 and needed >= 128:
+        return _wgmma_config(wide, paged)
     large_memory = target.shared_memory > 128 * 1024
     if wide:
         # A row of the accumulator is 256 wide: 64 of them over 8 warps are what fits the registers.
         return TileConfig(min(needed, 64), 32, num_warps=8, num_stages=2 if large_memory else 1)
-    # On an H200, 64 x 64 over 4 warps is the best of tiles to 128 x 128 at 16 x 1k tokens, and 4%
-    # behind it at 16k. Without WGMMA the operands pass through registers and want 8 warps.
+    # Without WGMMA the operands pass through registers and want 8 warps.
     block_m = min(needed, 64)
     num_warps = 8 if head_dim > 64 and block_m == 64 and target.arch != 90 else 4
     return TileConfig(block_m, 64, num_warps, num_stages=3 if large_memory else 2)
+
+
+def _wgmma_config(wide: bool, paged: bool) -> TileConfig:
+    """What was fastest of nine tiles on an H200 at 4k and 16k tokens."""
+    if wide:
+        return TileConfig(128, 32, num_warps=8, num_stages=4)
+    if paged:
+        return TileConfig(128, 128, num_warps=8, num_stages=2)
+    return TileConfig(128, 64, num_warps=8, num_stages=3)
 
 
 def _check(
@@ -276,9 +292,8 @@ def _launch(
     if q.shape[0] == 0 or q.shape[1] == 0 or num_seqs == 0:
         return
     target = target_of(q.device)
-    if _path.get() != "portable" and prefill_hopper.can_run(
-        target, q, k, v, out, num_seqs, block_table, softmax_scale
-    ):
+    fits_hopper = prefill_hopper.can_run(target, q, k, v, out, num_seqs, block_table, softmax_scale)
+    if fits_hopper and _wants_hopper(max_seqlen_q):
         head_dim = q.shape[2]
         tile = select("flash_attn_varlen_hopper", head_dim, lambda: prefill_hopper.config(head_dim))
         window = (window_left, 0 if causal else window_right)
@@ -290,12 +305,10 @@ def _launch(
     head_dim, kv_heads = q.shape[2], k.shape[-2]
     group = q.shape[1] // kv_heads
     rows = max_seqlen_q * group
-    key = (head_dim, q.element_size(), min(triton.next_power_of_2(max(rows, 1)), 128), target.name)
-    config = select(
-        "flash_attn_varlen", key, lambda: _config(head_dim, q.element_size(), rows, target)
-    )
+    paged, size = block_table is not None, q.element_size()
+    key = (head_dim, size, min(triton.next_power_of_2(max(rows, 1)), 128), paged, target.name)
+    config = select("flash_attn_varlen", key, lambda: _config(head_dim, size, rows, paged, target))
     num_tiles = triton.cdiv(rows, config.block_m)
-    paged = block_table is not None
     launch(
         _flash_attn_varlen_kernel,
         (num_tiles * kv_heads * num_seqs,),

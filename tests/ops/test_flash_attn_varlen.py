@@ -41,10 +41,16 @@ features = st.builds(
 
 
 @pytest.fixture(
-    params=["auto", pytest.param("portable", marks=pytest.mark.gpu)], scope="module", autouse=True
+    params=[
+        "auto",
+        pytest.param("portable", marks=pytest.mark.gpu),
+        pytest.param("hopper", marks=pytest.mark.gpu),
+    ],
+    scope="module",
+    autouse=True,
 )
 def path(request):
-    """On a GPU with a path of its own the portable one is tested as well."""
+    """On a GPU every path is tested with calls that would take another one as well."""
     with forced_path(request.param):
         yield
 
@@ -478,11 +484,13 @@ def test_debug_mode_reads_the_indices(device, name, value, message):
 
 def test_config_follows_rows_and_target():
     sm_90, gfx = KNOWN_TARGETS["sm_90"], KNOWN_TARGETS["gfx942"]
-    assert _config(128, 2, 4, sm_90).block_m == 16  # one token of a group of four
-    assert _config(128, 2, 4096, sm_90).block_m == 64
-    assert _config(256, 2, 4096, sm_90).block_m == 64
+    assert _config(128, 2, 4, False, sm_90).block_m == 16  # one token of a group of four
+    assert _config(128, 2, 64, False, sm_90).block_m == 64
+    assert _config(128, 2, 4096, False, sm_90).block_m == 128
+    assert _config(128, 2, 4096, True, sm_90).block_n == 128
+    assert _config(256, 2, 4096, False, sm_90).num_stages == 4
     # 64 KB of shared memory hold two tiles of K and V, not three.
-    assert _config(128, 2, 4096, gfx).num_stages == 2
+    assert _config(128, 2, 4096, False, gfx).num_stages == 2
 
 
 @pytest.mark.gpu
