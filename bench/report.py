@@ -75,7 +75,7 @@ def _cell(row: Row | None, best: float) -> str:
     if row is None:
         return ""
     if not row["graph_us"]:
-        return row["note"]
+        return ": ".join(row["note"].split(": ")[:2])  # "failed" and the kind of error
     us = float(row["graph_us"])
     text = f"{us:.1f} ({float(row['share']):.0%})" if row["impl"] == OURS else f"{us:.1f}"
     return f"**{text}**" if us == best else text
