@@ -174,7 +174,7 @@ def _config(head_dim: int, itemsize: int, rows: int, paged: bool, target: Target
     if itemsize == 4:
         # Exact fp32 products run on the ordinary cores and keep both operands in registers.
         return TileConfig(min(needed, 16 if wide else 32), 32, num_warps=8, num_stages=1)
-    if target.has_wgmma and head_dim > 64 and needed >= 128:
+    if target.backend == "cuda" and target.arch == 90 and head_dim > 64 and needed >= 128:
         return _wgmma_config(wide, paged)
     large_memory = target.shared_memory > 128 * 1024
     if wide:
