@@ -37,9 +37,13 @@ class Target:
 
     @property
     def has_wgmma(self) -> bool:
-        """Warpgroups multiply from shared memory: what the Gluon kernels for Hopper are written
-        for. Other architectures have other instructions."""
-        return not INTERPRETED and self.backend == "cuda" and self.arch == 90
+        """Warpgroups multiply from shared memory. Later architectures have other instructions."""
+        return self.backend == "cuda" and self.arch == 90
+
+    @property
+    def runs_hopper_kernels(self) -> bool:
+        """Those in Gluon, which is not interpreted."""
+        return not INTERPRETED and self.has_wgmma
 
     @property
     def casts_to_fp8(self) -> bool:

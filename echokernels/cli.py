@@ -187,7 +187,7 @@ def _prefill_path(gpu: int) -> str:
 
     from echokernels._target import target_of
 
-    hopper = target_of(torch.device("cuda", gpu)).has_wgmma
+    hopper = target_of(torch.device("cuda", gpu)).runs_hopper_kernels
     return "Gluon for Hopper" if hopper else "portable Triton"
 
 

@@ -65,14 +65,15 @@ def consume(consumer: gl.constexpr, out_desc, out_tiles, items, q_ring, k_ring, 
     while item < call.num_items:
         rows = _rows(consumer, call, work)
         begin, end = key_tiles(call, work)
-        for _ in range(end - own_end(call, rows.position, begin, end)):
+        last = own_end(call, rows.position, begin, end)
+        for _ in range(end - last):
             # Of the consumers after this one only.
             k_ring.wait_full(used)
             k_ring.release(used)
             v_ring.wait_full(used)
             v_ring.release(used)
             used += 1
-        end = own_end(call, rows.position, begin, end)
+        end = last
         full_begin, full_end = unmasked_tiles(call, work, rows.position, begin, end)
 
         q_use = turn * S.consumers + consumer
@@ -80,25 +81,19 @@ def consume(consumer: gl.constexpr, out_desc, out_tiles, items, q_ring, k_ring, 
         q = q_ring.tile(q_use)
         acc, m, l, p = _first_tile(q, k_ring, v_ring, used, end - 1, rows, call)
         used += 1
-        for i in range(end - 1 - full_end):
-            acc, m, l, p = _next_tile(
-                q, k_ring, v_ring, used, acc, m, l, p, end - 2 - i, rows, call, MASKED=True
-            )
-            used += 1
+        acc, m, l, p, used = _next_tiles(
+            q, k_ring, v_ring, used, acc, m, l, p, full_end, end - 1, rows, call, MASKED=True
+        )
         if not S.masks_all:
-            for i in range(full_end - full_begin):
-                acc, m, l, p = _next_tile(
-                    q, k_ring, v_ring, used, acc, m, l, p, full_end - 1 - i, rows, call,
-                    MASKED=False,
-                )  # fmt: skip
-                used += 1
+            acc, m, l, p, used = _next_tiles(
+                q, k_ring, v_ring, used, acc, m, l, p, full_begin, full_end, rows, call,
+                MASKED=False,
+            )  # fmt: skip
             if S.has_left:
-                for i in range(full_begin - begin):
-                    acc, m, l, p = _next_tile(
-                        q, k_ring, v_ring, used, acc, m, l, p, full_begin - 1 - i, rows, call,
-                        MASKED=True,
-                    )  # fmt: skip
-                    used += 1
+                acc, m, l, p, used = _next_tiles(
+                    q, k_ring, v_ring, used, acc, m, l, p, begin, full_begin, rows, call,
+                    MASKED=True,
+                )  # fmt: skip
         q_ring.release(q_use)
 
         v_ring.wait_full(used - 1)
@@ -147,6 +142,19 @@ def _first_tile(q, k_ring, v_ring, use, tile, rows, call):
         _zero_rows(v_ring.tile(use), valid)
     acc = gl.zeros([BLOCK_ROWS, BLOCK_D], gl.float32, OUT)
     return acc, m, _sum_of_thread(p), _packed(p, q.dtype)
+
+
+@gluon.jit
+def _next_tiles(
+    q, k_ring, v_ring, used, acc, m, l, p, begin, end, rows, call, MASKED: gl.constexpr
+):
+    """The same after the tiles from `end` - 1 down to `begin`, and how many there were so far."""
+    for i in range(end - begin):
+        acc, m, l, p = _next_tile(
+            q, k_ring, v_ring, used, acc, m, l, p, end - 1 - i, rows, call, MASKED
+        )
+        used += 1
+    return acc, m, l, p, used
 
 
 @gluon.jit

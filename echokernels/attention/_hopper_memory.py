@@ -40,7 +40,7 @@ BLOCK_ROWS = gl.constexpr(64)
 
 @aggregate
 class Ring:
-    tiles: gl.shared_memory_descriptor  # [slots, rows, block_d]
+    tiles: gl.shared_memory_descriptor  # [slots, rows, block_d], or i32[slots, 1]
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
 
@@ -64,15 +64,36 @@ class Ring:
         mbarrier.arrive(self.empty.index(use % self.tiles.shape[0]))
 
     @gluon.jit
-    def acquire(self, use):
-        """Waits until the slot is free. Returns the barrier that the loads into it arrive at."""
+    def wait_empty(self, use):
         SLOTS: gl.constexpr = self.tiles.shape[0]
-        NUM_BYTES: gl.constexpr = self.tiles.shape[1] * self.tiles.shape[2] * 2
         # A slot that was never used is free: its barrier counts as in the phase before.
         mbarrier.wait(self.empty.index(use % SLOTS), ((use // SLOTS) & 1) ^ 1)
-        full = self.full.index(use % SLOTS)
+
+    @gluon.jit
+    def acquire(self, use):
+        """Waits until the slot is free. Returns the barrier that the loads into it arrive at."""
+        NUM_BYTES: gl.constexpr = self.tiles.shape[1] * self.tiles.shape[2] * 2
+        self.wait_empty(use)
+        full = self.full.index(use % self.tiles.shape[0])
         mbarrier.expect(full, NUM_BYTES)
         return full
+
+    @gluon.jit
+    def send(self, use, number):
+        """Of a ring of numbers: what the loading warp tells all consumers."""
+        self.wait_empty(use)
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        self.tile(use).store(gl.full([1], number, gl.int32, layout))
+        mbarrier.arrive(self.full.index(use % self.tiles.shape[0]))
+
+    @gluon.jit
+    def receive(self, use):
+        """What was sent, in every consumer."""
+        self.wait_full(use)
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        number = gl.max(self.tile(use).load(layout), 0)
+        self.release(use)
+        return number
 
 
 @gluon.jit
@@ -82,54 +103,25 @@ def make_ring(
 ):  # fmt: skip
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
     tiles = gl.allocate_shared_memory(dtype, [SLOTS, ROWS, D], LAYOUT)
+    return _with_barriers(tiles, CONSUMERS)
+
+
+@gluon.jit
+def make_number_ring(CONSUMERS: gl.constexpr):
+    """Of single int32, for `send` and `receive`."""
+    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return _with_barriers(gl.allocate_shared_memory(gl.int32, [2, 1], LAYOUT), CONSUMERS)
+
+
+@gluon.jit
+def _with_barriers(tiles, CONSUMERS: gl.constexpr):
+    SLOTS: gl.constexpr = tiles.shape[0]
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=CONSUMERS)
     return Ring(tiles, full, empty)
-
-
-@aggregate
-class Mailbox:
-    """Numbers that the loading warp sends to all consumers: a ring of two cells."""
-
-    cells: gl.shared_memory_descriptor  # i32[2, 1]
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(self, cells, full, empty):
-        self.cells = cells
-        self.full = full
-        self.empty = empty
-
-    @gluon.jit
-    def send(self, use, number):
-        mbarrier.wait(self.empty.index(use % 2), ((use // 2) & 1) ^ 1)
-        layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        self.cells.index(use % 2).store(gl.full([1], number, gl.int32, layout))
-        mbarrier.arrive(self.full.index(use % 2))
-
-    @gluon.jit
-    def receive(self, use):
-        mbarrier.wait(self.full.index(use % 2), (use // 2) & 1)
-        layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        number = gl.max(self.cells.index(use % 2).load(layout), 0)
-        mbarrier.arrive(self.empty.index(use % 2))
-        return number
-
-
-@gluon.jit
-def make_mailbox(CONSUMERS: gl.constexpr):
-    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    cells = gl.allocate_shared_memory(gl.int32, [2, 1], LAYOUT)
-    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(2):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=CONSUMERS)
-    return Mailbox(cells, full, empty)
 
 
 @gluon.jit

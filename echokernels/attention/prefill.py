@@ -163,7 +163,8 @@ def _flash_attn_varlen_kernel(
 def _wants_hopper(max_seqlen_q: int) -> bool:
     # Its tiles are of one head, so in short chunks most rows are masked; the portable kernel packs
     # the heads of a group. On an H200 they are even at 64 tokens, with 1 to 8 heads in a group.
-    return _path.get() == "hopper" or (_path.get() == "auto" and max_seqlen_q > 64)
+    path = _path.get()
+    return path == "hopper" or (path == "auto" and max_seqlen_q > 64)
 
 
 def _config(head_dim: int, itemsize: int, rows: int, paged: bool, target: Target) -> TileConfig:
@@ -174,7 +175,7 @@ def _config(head_dim: int, itemsize: int, rows: int, paged: bool, target: Target
     if itemsize == 4:
         # Exact fp32 products run on the ordinary cores and keep both operands in registers.
         return TileConfig(min(needed, 16 if wide else 32), 32, num_warps=8, num_stages=1)
-    if target.backend == "cuda" and target.arch == 90 and head_dim > 64 and needed >= 128:
+    if target.has_wgmma and head_dim > 64 and needed >= 128:
         return _wgmma_config(wide, paged)
     large_memory = target.shared_memory > 128 * 1024
     if wide:
@@ -182,7 +183,7 @@ def _config(head_dim: int, itemsize: int, rows: int, paged: bool, target: Target
         return TileConfig(min(needed, 64), 32, num_warps=8, num_stages=2 if large_memory else 1)
     # Without WGMMA the operands pass through registers and want 8 warps.
     block_m = min(needed, 64)
-    num_warps = 8 if head_dim > 64 and block_m == 64 and target.arch != 90 else 4
+    num_warps = 8 if head_dim > 64 and block_m == 64 and not target.has_wgmma else 4
     return TileConfig(block_m, 64, num_warps, num_stages=3 if large_memory else 2)
 
 
@@ -292,8 +293,9 @@ def _launch(
     if q.shape[0] == 0 or q.shape[1] == 0 or num_seqs == 0:
         return
     target = target_of(q.device)
-    fits_hopper = prefill_hopper.can_run(target, q, k, v, out, num_seqs, block_table, softmax_scale)
-    if fits_hopper and _wants_hopper(max_seqlen_q):
+    if _wants_hopper(max_seqlen_q) and prefill_hopper.can_run(
+        target, q, k, v, out, num_seqs, block_table, softmax_scale
+    ):
         head_dim = q.shape[2]
         tile = select("flash_attn_varlen_hopper", head_dim, lambda: prefill_hopper.config(head_dim))
         window = (window_left, 0 if causal else window_right)

@@ -16,6 +16,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from echokernels._launch import launch
 from echokernels._target import Target
 from echokernels._tuning import TileConfig
+from echokernels.attention._arguments import alibi_stride
 from echokernels.attention._hopper_consumer import consume
 from echokernels.attention._hopper_memory import (
     BLOCK_ROWS,
@@ -23,7 +24,7 @@ from echokernels.attention._hopper_memory import (
     load_page_ids,
     load_pages,
     load_rows,
-    make_mailbox,
+    make_number_ring,
     make_ring,
 )
 from echokernels.attention._hopper_work import Call, key_tiles, take_item, work_of
@@ -135,7 +136,7 @@ def _prefill_hopper_kernel(
         out_tiles = gl.allocate_shared_memory(
             dtype, [S.consumers, BLOCK_ROWS, S.block_d], q_ring.tiles.layout
         )
-    items = make_mailbox(S.consumers)
+    items = make_number_ring(S.consumers)
     # A pointer that is absent is not used: any other takes its place.
     call = Call(
         records_ptr, counts_ptr, gl.load(counts_ptr) * heads, heads, group, window_left,
@@ -189,7 +190,7 @@ def can_run(
     softmax_scale: float,
 ) -> bool:
     """Whether the kernel takes this call: what TMA cannot address is left to the portable one."""
-    if not target.has_wgmma or q.dtype not in _GLUON_DTYPES:
+    if not target.runs_hopper_kernels or q.dtype not in _GLUON_DTYPES:
         return False
     head_dim = q.shape[-1]
     if k.shape[0] == 0 or num_seqs > _MOST_SEQS:
@@ -315,7 +316,7 @@ def launch_hopper(
         *_steps(out),
         *((0, 0) if lse is None else lse.stride()),
         0 if block_table is None else block_table.stride(0),
-        alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0,
+        alibi_stride(alibi_slopes),
         *window,
         softmax_scale * _LOG2_E,
         softcap * _LOG2_E,

@@ -5,6 +5,7 @@ Arithmetic is in float32, or float64 when the inputs are float64. Only keys of t
 gathered, so nothing in unused memory reaches the output.
 """
 
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
@@ -41,29 +42,15 @@ def flash_attn_varlen(
     else:
         assert k_starts is not None
         k_lens = [end - start for start, end in pairwise(k_starts)]
-    window = (window_left, 0 if causal else window_right)
-    for seq, (start, end) in enumerate(pairwise(bounds)):
-        if start == end:
-            continue
+
+    def keys_of(seq: int) -> list[torch.Tensor]:
         if block_table is not None:
-            keys, values = (_gather(pages, block_table[seq], k_lens[seq]) for pages in (k, v))
-        else:
-            assert k_starts is not None
-            rows = slice(k_starts[seq], k_starts[seq] + k_lens[seq])
-            keys, values = k[rows], v[rows]
-        seq_lse = None if lse is None else lse[:, start:end]
-        _attend(
-            out[start:end],
-            seq_lse,
-            q[start:end],
-            keys,
-            values,
-            window,
-            softmax_scale,
-            softcap,
-            _of_sequence(alibi_slopes, seq),
-            sinks,
-        )
+            return [_gather(pages, block_table[seq], k_lens[seq]) for pages in (k, v)]
+        assert k_starts is not None
+        return [x.narrow(0, k_starts[seq], k_lens[seq]) for x in (k, v)]
+
+    window = (window_left, 0 if causal else window_right)
+    _attend_each(out, lse, q, bounds, keys_of, window, softmax_scale, softcap, alibi_slopes, sinks)
 
 
 def paged_attention(
@@ -89,29 +76,14 @@ def paged_attention(
     kv_split_size: int,  # noqa: ARG001
     workspace: torch.Tensor | None,  # noqa: ARG001
 ) -> None:
-    # Sequence by sequence: padding all to the longest costs more than the calls it saves.
     k_lens = seqused_k.tolist()
     bounds = range(len(k_lens) + 1) if cu_seqlens_q is None else cu_seqlens_q.tolist()
+
+    def keys_of(seq: int) -> list[torch.Tensor]:
+        return [_gather(cache, block_table[seq], k_lens[seq]) for cache in (k_cache, v_cache)]
+
     window = (window_left, 0 if causal else window_right)
-    for seq, (start, end) in enumerate(pairwise(bounds)):
-        if start == end:
-            continue
-        keys, values = (
-            _gather(cache, block_table[seq], k_lens[seq]) for cache in (k_cache, v_cache)
-        )
-        seq_lse = None if lse is None else lse[:, start:end]
-        _attend(
-            out[start:end],
-            seq_lse,
-            q[start:end],
-            keys,
-            values,
-            window,
-            softmax_scale,
-            softcap,
-            _of_sequence(alibi_slopes, seq),
-            sinks,
-        )
+    _attend_each(out, lse, q, bounds, keys_of, window, softmax_scale, softcap, alibi_slopes, sinks)
 
 
 def merge_attn_states(
@@ -258,6 +230,37 @@ def _gather(pages: torch.Tensor, table: torch.Tensor, num_keys: int) -> torch.Te
     """[num_keys, kv_heads, head_dim] of one sequence from [num_pages, page_size, ...]."""
     used = table[: -(-num_keys // pages.shape[1])]
     return pages.index_select(0, used).flatten(0, 1)[:num_keys]
+
+
+def _attend_each(
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    q: torch.Tensor,
+    bounds: Sequence[int],  # of the sequences' queries
+    keys_of: Callable[[int], Sequence[torch.Tensor]],  # a sequence's (keys, values)
+    window: tuple[int, int],
+    scale: float,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,  # [heads] or [num_seqs, heads]
+    sinks: torch.Tensor | None,  # [heads]
+) -> None:
+    """Sequence by sequence: padding all to the longest costs more than the calls it saves."""
+    for seq, (start, end) in enumerate(pairwise(bounds)):
+        if start == end:
+            continue
+        keys, values = keys_of(seq)
+        _attend(
+            out[start:end],
+            None if lse is None else lse[:, start:end],
+            q[start:end],
+            keys,
+            values,
+            window,
+            scale,
+            softcap,
+            _of_sequence(alibi_slopes, seq),
+            sinks,
+        )
 
 
 def _attend(

@@ -69,8 +69,9 @@ def compile_portable(target, *args):
 @pytest.mark.parametrize("page_size", [0, 16])
 def test_flash_attn_varlen(target, head_dim, page_size):
     args = prefill_args(head_dim, torch.bfloat16, 4096, page_size=page_size)
-    # Tiles of 128 rows fill the registers, and are faster than smaller ones all the same.
-    assert_in_registers(compile_portable(target, *args), target, parked=96)
+    # Some tiles of 128 rows fill the registers, and are faster than smaller ones all the same.
+    full = head_dim > 128 or (page_size and head_dim > 64)
+    assert_in_registers(compile_portable(target, *args), target, parked=96 if full else 0)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -95,7 +96,8 @@ def test_flash_attn_varlen_of_short_chunks(target, tokens):
 def test_flash_attn_varlen_variants(target, head_dim, variant):
     variant = dict(variant)
     args = prefill_args(head_dim, variant.pop("dtype"), 4096, **variant)
-    assert_in_registers(compile_portable(target, *args), target, parked=96)
+    parked = 96 if head_dim == 256 and args[0].dtype != torch.float32 else 0
+    assert_in_registers(compile_portable(target, *args), target, parked=parked)
 
 
 HOPPER = {
@@ -132,7 +134,7 @@ def test_prefill_hopper(head_dim, name):
     assert "wgmma.mma_async" in prefill.asm["ptx"]
     assert local_memory(schedule) == 0
     # What a tile of queries needs once may be parked while the loops run.
-    assert local_memory(prefill) <= 80
+    assert local_memory(prefill) <= (32 if name == "plain" else 80)
     if "softcap" not in HOPPER[name]:
         for body in loops_over_keys(prefill):
             parked = [line for line in body if re.search(r"\b(LDL|STL)\b", line)]
