@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from echokernels import _counters
+
 # CUDA's limits on the three dimensions of a grid.
 _MAX_GRID = (2**31 - 1, 65_535, 65_535)
 
@@ -25,10 +27,11 @@ class Launch(NamedTuple):
 
 @dataclass(frozen=True)
 class Recording:
-    """What a launcher launched, and the scratch it took, in order."""
+    """What a launcher launched, and the scratch and counters it took, in order."""
 
     launches: list[Launch] = field(default_factory=list)
     scratch: list[torch.Tensor] = field(default_factory=list)
+    counters: list[torch.Tensor] = field(default_factory=list)
 
 
 class _ThisThread(threading.local):
@@ -79,6 +82,14 @@ def scratch(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
     memory = torch.empty(shape, dtype=dtype, device=device)
     if (recording := _this_thread.recording) is not None:
         recording.scratch.append(memory)
+    return memory
+
+
+def counter(device: torch.device) -> torch.Tensor:
+    """Int32 [2], zeros, that the programs of one launch share and leave as zeros."""
+    memory = _counters.counter(device)
+    if (recording := _this_thread.recording) is not None:
+        recording.counters.append(memory)
     return memory
 
 

@@ -17,6 +17,7 @@ import torch
 import triton
 
 from echokernels import _tensor_map
+from echokernels._counters import counter_on
 from echokernels._launch import Launch, Recording
 
 Replay = Callable[..., None]
@@ -24,6 +25,8 @@ Replay = Callable[..., None]
 
 # Metadata that an op remembers. One entry takes 1 to 2 kB; a full cache starts anew.
 _MOST_REPLAYS = 2048
+# Combinations of pointers that a replay of several launches or descriptors remembers.
+_MOST_POINTERS = 256
 
 _knobs = triton.knobs.runtime
 _enter, _exit = _knobs.launch_enter_hook, _knobs.launch_exit_hook
@@ -46,7 +49,19 @@ IS_BYPASSED = (
 """An expression over `BYPASS_NAMES`, to be inlined: calling a function would cost as much again."""
 BYPASS_NAMES = {"_bypass": _Bypass, "_knobs": _knobs, "_enter": _enter, "_exit": _exit}
 
-_caches: list[dict[Hashable, Replay]] = []
+
+class Known(NamedTuple):
+    """What is remembered of calls of one kind."""
+
+    scalars: Hashable  # all of the key that is not of a tensor
+    matches: Callable[..., bool]  # whether the op's tensors have the metadata of the key
+    replay: Replay
+
+
+Cache = dict[Hashable, Known]
+"""By key; under None the one that was used last."""
+
+_caches: list[Cache] = []
 
 
 @contextmanager
@@ -67,27 +82,68 @@ def forget() -> None:
         cache.clear()
 
 
-def new_cache() -> dict[Hashable, Replay]:
-    cache: dict[Hashable, Replay] = {}
+def new_cache() -> Cache:
+    cache: Cache = {}
     _caches.append(cache)
     return cache
 
 
 def remember(
-    cache: dict[Hashable, Replay],
-    key: Hashable,
+    cache: Cache,
+    key: tuple[Hashable, ...],
     recording: Recording,
     tensors: Sequence[torch.Tensor | None],
 ) -> None:
-    """Keeps the calls of `key` as `recording` shows them. `tensors` are the op's, all different
-    objects, in the order in which a replay takes their pointers."""
+    """Keeps the calls of `key`, whose first part is what is not of a tensor, as `recording` shows
+    them. `tensors` are the op's, all different objects, in the order in which a replay takes their
+    pointers."""
     try:
         replay = _make_replay(recording, tensors)
     except _NotTracedError:
         return
     if len(cache) >= _MOST_REPLAYS:
         cache.clear()
-    cache[key] = replay
+    cache[key] = Known(key[0], _matcher(tensors), replay)
+
+
+def _matcher(tensors: Sequence[torch.Tensor | None]) -> Callable[..., bool]:
+    """A function of an op's tensors that are given where those of `tensors` are."""
+    names = [f"t{i}" for i in range(len(tensors))]
+    checks = {
+        f"like_{n}": _guard(t, _guards)
+        for n, t in zip(names, tensors, strict=True)
+        if t is not None
+    }
+    every = " and ".join(f"{check}({check.removeprefix('like_')})" for check in checks)
+    return eval(f"lambda {', '.join(names)}: {every or 'True'}", checks)
+
+
+def _guard(
+    tensor: torch.Tensor, guards: Callable[..., Any] | None
+) -> Callable[[torch.Tensor], bool]:
+    """Whether a tensor has the shape, strides, dtype and device of this one; False may be wrong."""
+    if guards is None:
+        return lambda _: False
+    sizes, strides = [[*tensor.shape]], [[*tensor.stride()]]
+    return guards(tensor, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+
+
+def _pytorch_guards() -> Callable[..., Any] | None:
+    """They are not part of PyTorch's public interface: None unless they tell apart what differs."""
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+
+        x = torch.empty(2, 3)
+        check = _guard(x, TensorGuards)
+        others = (x[:1], x[0], x.half(), x.t(), torch.empty(3, 2).t(), x.to("meta"))
+        if check(torch.empty(2, 3)) and not any(check(other) for other in others):
+            return TensorGuards
+    except (ImportError, TypeError, SystemError, RuntimeError):
+        pass
+    return None
+
+
+_guards = _pytorch_guards()
 
 
 class _NotTracedError(Exception):
@@ -98,7 +154,7 @@ class _Slot(NamedTuple):
     """Where a pointer goes: parameter `place` gets that of `source`, `offset` bytes on."""
 
     place: int
-    source: int  # a tensor of the op, or behind those, scratch
+    source: int  # a tensor of the op, or behind those, scratch, or behind that, a counter
     offset: int
     at: Callable[[int], Any] | None = None  # from the pointer to a TMA descriptor based there
 
@@ -106,11 +162,14 @@ class _Slot(NamedTuple):
 def _make_replay(recording: Recording, tensors: Sequence[torch.Tensor | None]) -> Replay:
     if not recording.launches:
         return _launch_nothing
-    sources = [*tensors, *recording.scratch]
+    sources = [*tensors, *recording.scratch, *recording.counters]
     device = next(t.get_device() for t in tensors if t is not None)
     scratch = [(tuple(s.shape), s.dtype, s.device) for s in recording.scratch]
     steps = [_step(launch, sources) for launch in recording.launches]
-    replay = _launch_plain(steps[0], device) if _is_plain(steps) else _launch_all(steps, device)
+    if _is_plain(steps) and not recording.counters:
+        replay = _launch_plain(steps[0], device)
+    else:
+        replay = _launch_all(steps, device, len(recording.counters), remembers=not scratch)
     if scratch:
         replay = _with_scratch(replay, scratch)
     return replay if torch.cuda.device_count() == 1 else _on_device(replay, device)
@@ -206,17 +265,35 @@ def _launch_plain(step: _Step, device: int) -> Replay:
     return replay
 
 
-def _launch_all(steps: list[_Step], device: int) -> Replay:
+def _launch_all(steps: list[_Step], device: int, num_counters: int, *, remembers: bool) -> Replay:
+    """`remembers`: the values of parameters for pointers that come again, as those of activations
+    do in every layer of a model."""
+    remembered: dict[tuple[int, ...], list[list[Any]]] = {}
+    current_stream = torch._C._cuda_getCurrentRawStream
+
     def replay(*pointers: int) -> None:
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        for run, head, grid, template, slots in steps:
-            values = template.copy()
-            for index, source, offset, at in slots:
-                pointer = pointers[source] + offset
-                values[index] = pointer if at is None else at(pointer)
-            run(*grid, stream, *head, *values)
+        stream = current_stream(device)
+        for _ in range(num_counters):
+            pointers += (counter_on(device, stream).data_ptr(),)
+        values = remembered.get(pointers)
+        if values is None:
+            values = [_values(step, pointers) for step in steps]
+            if remembers:
+                if len(remembered) >= _MOST_POINTERS:
+                    remembered.clear()
+                remembered[pointers] = values
+        for (run, head, grid, _, _), of_step in zip(steps, values):  # noqa: B905
+            run(*grid, stream, *head, *of_step)
 
     return replay
+
+
+def _values(step: _Step, pointers: tuple[int, ...]) -> list[Any]:
+    values = step.template.copy()
+    for place, source, offset, at in step.slots:
+        pointer = pointers[source] + offset
+        values[place] = pointer if at is None else at(pointer)
+    return values
 
 
 def _with_scratch(replay: Replay, scratch: list[tuple[Any, ...]]) -> Replay:

@@ -16,21 +16,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from echokernels._gluon_compat import aggregate
 from echokernels.attention._hopper_memory import BLOCK_ROWS
+from echokernels.attention._hopper_softmax import (
+    NOTHING,
+    as_operand,
+    of_threads,
+    row_layout,
+    scaled_down,
+    weigh,
+    weigh_on,
+)
 from echokernels.attention._hopper_work import (
     key_tiles,
     own_end,
+    receive_work,
     unmasked_tiles,
-    work_of,
 )
 
 _LOG2_E = gl.constexpr(1.4426950408889634)
 _LN_2 = gl.constexpr(0.6931471805599453)
-_NOTHING = gl.constexpr(float("-inf"))
-# In PTX: two fp32 as the halves of an int32, and these halves.
-_TO_BF16 = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
-_TO_FP16 = gl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
-_LOW = gl.constexpr("{ .reg .b16 other; mov.b32 {$0, other}, $1; }")
-_HIGH = gl.constexpr("{ .reg .b16 other; mov.b32 {other, $0}, $1; }")
 
 
 @aggregate
@@ -56,13 +59,12 @@ def _accumulator_layout(columns):
 
 
 @gluon.jit
-def consume(consumer: gl.constexpr, out_desc, out_tiles, items, q_ring, k_ring, v_ring, call):
+def consume(consumer: gl.constexpr, out_desc, out_tiles, works, q_ring, k_ring, v_ring, call):
     S: gl.constexpr = call.S
     used = 0  # key tiles so far
     turn = 0
-    item = gl.program_id(0)
-    work = work_of(call, item)
-    while item < call.num_items:
+    work = receive_work(works, turn)
+    while work.seq >= 0:
         rows = _rows(consumer, call, work)
         begin, end = key_tiles(call, work)
         last = own_end(call, rows.position, begin, end)
@@ -79,37 +81,36 @@ def consume(consumer: gl.constexpr, out_desc, out_tiles, items, q_ring, k_ring, 
         q_use = turn * S.consumers + consumer
         q_ring.wait_full(q_use)
         q = q_ring.tile(q_use)
-        acc, m, l, p = _first_tile(q, k_ring, v_ring, used, end - 1, rows, call)
+        acc, base, l, p = _first_tile(q, k_ring, v_ring, used, end - 1, rows, call)
         used += 1
-        acc, m, l, p, used = _next_tiles(
-            q, k_ring, v_ring, used, acc, m, l, p, full_end, end - 1, rows, call, MASKED=True
+        acc, base, l, p, used = _next_tiles(
+            q, k_ring, v_ring, used, acc, base, l, p, full_end, end - 1, rows, call, MASKED=True
         )
         if not S.masks_all:
-            acc, m, l, p, used = _next_tiles(
-                q, k_ring, v_ring, used, acc, m, l, p, full_begin, full_end, rows, call,
+            acc, base, l, p, used = _next_tiles(
+                q, k_ring, v_ring, used, acc, base, l, p, full_begin, full_end, rows, call,
                 MASKED=False,
             )  # fmt: skip
             if S.has_left:
-                acc, m, l, p, used = _next_tiles(
-                    q, k_ring, v_ring, used, acc, m, l, p, begin, full_begin, rows, call,
+                acc, base, l, p, used = _next_tiles(
+                    q, k_ring, v_ring, used, acc, base, l, p, begin, full_begin, rows, call,
                     MASKED=True,
                 )  # fmt: skip
         q_ring.release(q_use)
 
         v_ring.wait_full(used - 1)
         OUT: gl.constexpr = acc.type.layout
-        p = _unpacked(p, q.dtype, OUT)
+        p = as_operand(p, q.dtype, OUT)
         product = warpgroup_mma(p, v_ring.tile(used - 1), acc, is_async=True)
-        item = items.receive(turn)
-        next_work = work_of(call, item)  # on its way during the last product
+        turn += 1
+        next_work = receive_work(works, turn)
         acc = warpgroup_mma_wait(0, [product])
         v_ring.release(used - 1)
-        out, lse = _finish(acc, m, l, work.head, call)
+        out, lse = _finish(acc, base, l, work.head, call)
         if S.has_lse:
             _store_lse(consumer, lse, work, call)
         _store_out(consumer, out, out_desc, out_tiles, work, call)
         work = next_work
-        turn += 1
     if S.stages_output:
         tma.store_wait(0)
 
@@ -117,7 +118,7 @@ def consume(consumer: gl.constexpr, out_desc, out_tiles, items, q_ring, k_ring, 
 @gluon.jit
 def _rows(consumer: gl.constexpr, call, work):
     S: gl.constexpr = call.S
-    position = work.first + consumer * BLOCK_ROWS + work.k_len - work.q_len
+    position = work.position + consumer * BLOCK_ROWS
     slope = call.scale
     if S.has_alibi:
         slope = gl.load(call.slopes_ptr + work.seq * call.slopes_stride + work.head) * _LOG2_E
@@ -126,42 +127,42 @@ def _rows(consumer: gl.constexpr, call, work):
 
 @gluon.jit
 def _first_tile(q, k_ring, v_ring, use, tile, rows, call):
-    """(accumulator, max, sum, weights) after the last key tile, which may have an end."""
+    """(accumulator, base, sum, weights) after the last key tile, which may have an end."""
     S: gl.constexpr = call.S
     BLOCK_D: gl.constexpr = S.block_d
     OUT: gl.constexpr = _accumulator_layout(BLOCK_D)
     k_ring.wait_full(use)
     s = warpgroup_mma_wait(0, [_multiply(q, k_ring.tile(use))])
     k_ring.release(use)
-    s = _mask(_bias(s, tile, rows, call), tile, rows, call)
-    m = gl.full([BLOCK_ROWS], _NOTHING, gl.float32, gl.SliceLayout(1, s.type.layout))
-    p, m, _ = _weigh(s, m, call, MASKED=True)
+    s = of_threads(_mask(_bias(s, tile, rows, call), tile, rows, call))
+    base = gl.full([BLOCK_ROWS, 4], NOTHING, gl.float32, row_layout(s.type.layout))
+    p, l, base, _ = weigh(s, base, call, q.dtype)
     valid = rows.k_len - tile * S.block_n
     if valid < S.block_n:
         v_ring.wait_full(use)
         _zero_rows(v_ring.tile(use), valid)
     acc = gl.zeros([BLOCK_ROWS, BLOCK_D], gl.float32, OUT)
-    return acc, m, _sum_of_thread(p), _packed(p, q.dtype)
+    return acc, base, l, p
 
 
 @gluon.jit
 def _next_tiles(
-    q, k_ring, v_ring, used, acc, m, l, p, begin, end, rows, call, MASKED: gl.constexpr
+    q, k_ring, v_ring, used, acc, base, l, p, begin, end, rows, call, MASKED: gl.constexpr
 ):
     """The same after the tiles from `end` - 1 down to `begin`, and how many there were so far."""
     for i in range(end - begin):
-        acc, m, l, p = _next_tile(
-            q, k_ring, v_ring, used, acc, m, l, p, end - 1 - i, rows, call, MASKED
+        acc, base, l, p = _next_tile(
+            q, k_ring, v_ring, used, acc, base, l, p, end - 1 - i, rows, call, MASKED
         )
         used += 1
-    return acc, m, l, p, used
+    return acc, base, l, p, used
 
 
 @gluon.jit
-def _next_tile(q, k_ring, v_ring, use, acc, m, l, p, tile, rows, call, MASKED: gl.constexpr):
+def _next_tile(q, k_ring, v_ring, use, acc, base, l, p, tile, rows, call, MASKED: gl.constexpr):
     """The same after one more key tile; multiplies the weights of the one before."""
     OUT: gl.constexpr = acc.type.layout
-    p = _unpacked(p, q.dtype, OUT)
+    p = as_operand(p, q.dtype, OUT)
     k_ring.wait_full(use)
     scores = _multiply(q, k_ring.tile(use))
     v_ring.wait_full(use - 1)
@@ -169,15 +170,15 @@ def _next_tile(q, k_ring, v_ring, use, acc, m, l, p, tile, rows, call, MASKED: g
     s = warpgroup_mma_wait(1, [scores])
     k_ring.release(use)
     s = _bias(s, tile, rows, call)
-    if MASKED:
-        s = _mask(s, tile, rows, call)
-    weights, m, alpha = _weigh(s, m, call, MASKED)
-    l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None]
-    l += _sum_of_thread(weights)
+    # Before the exponentials: the registers of the last weights are needed for the next.
     acc = warpgroup_mma_wait(0, [product])
     v_ring.release(use - 1)
-    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
-    return acc, m, l, _packed(weights, q.dtype)
+    if MASKED:
+        s = _mask(s, tile, rows, call)
+        p, sums, base, growth = weigh(of_threads(s), base, call, q.dtype)
+    else:
+        p, sums, base, growth = weigh_on(of_threads(s), base, call, q.dtype)
+    return scaled_down(acc, growth), base, l * gl.exp2(-growth) + sums, p
 
 
 @gluon.jit
@@ -216,69 +217,17 @@ def _bias(s, tile, rows, call):
 @gluon.jit
 def _mask(s, tile, rows, call):
     S: gl.constexpr = call.S
-    key, at = _places(s, tile, rows)
-    seen = key < rows.k_len
+    BLOCK_N: gl.constexpr = s.shape[1]
+    key = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, s.type.layout))[None, :]
+    row = gl.arange(0, BLOCK_ROWS, layout=gl.SliceLayout(1, s.type.layout))[:, None]
+    at = row + (rows.position - tile * BLOCK_N)
+    last = row * 0 + (rows.k_len - 1 - tile * BLOCK_N)
     if S.has_right:
-        seen = seen & (key <= at + call.window_right)
+        last = gl.minimum(last, at + call.window_right)
+    seen = key <= last
     if S.has_left:
         seen = seen & (key >= at - call.window_left)
-    return gl.where(seen, s, _NOTHING)
-
-
-@gluon.jit
-def _weigh(s, m, call, MASKED: gl.constexpr):
-    """(weights, new max, factor for what was accumulated before)"""
-    S: gl.constexpr = call.S
-    top = gl.max(s, 1)
-    if not (S.has_softcap or S.has_alibi):
-        top = top * call.scale
-        s = s * call.scale  # one instruction with the subtraction below
-    m_new = gl.maximum(m, top)
-    base = m_new
-    if MASKED:
-        # A row that has seen no key yet: 0 makes every exponential 0, not NaN.
-        base = gl.where(m_new == _NOTHING, 0.0, m_new)
-    return gl.exp2(s - base[:, None]), m_new, gl.exp2(m - base)
-
-
-@gluon.jit
-def _sum_of_thread(p):
-    """What each of the four threads that share a row holds of its sum, [rows, 4]. They are added
-    once, at the end."""
-    parts = gl.reshape(p, [BLOCK_ROWS, p.shape[1] // 8, 4, 2])
-    return gl.sum(gl.sum(parts, 3), 1)
-
-
-@gluon.jit
-def _packed(p, dtype: gl.constexpr):
-    """Weights rounded to halves, two neighbours in each int32. As halves they would be swapped and
-    swapped back on their way around the loop, and in fp32 take twice the registers."""
-    even, odd = gl.split(gl.reshape(p, [BLOCK_ROWS, p.shape[1] // 2, 2]))
-    ROUND: gl.constexpr = _TO_BF16 if dtype == gl.bfloat16 else _TO_FP16
-    return gl.inline_asm_elementwise(
-        ROUND, "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def _unpacked(packed, dtype: gl.constexpr, OUT: gl.constexpr):
-    """The same as the left operand of a product whose result has layout OUT."""
-    if dtype == gl.bfloat16:
-        low = gl.inline_asm_elementwise(
-            _LOW, "=h,r", [packed], dtype=gl.bfloat16, is_pure=True, pack=1
-        )
-        high = gl.inline_asm_elementwise(
-            _HIGH, "=h,r", [packed], dtype=gl.bfloat16, is_pure=True, pack=1
-        )
-    else:
-        low = gl.inline_asm_elementwise(
-            _LOW, "=h,r", [packed], dtype=gl.float16, is_pure=True, pack=1
-        )
-        high = gl.inline_asm_elementwise(
-            _HIGH, "=h,r", [packed], dtype=gl.float16, is_pure=True, pack=1
-        )
-    p = gl.reshape(gl.join(low, high), [BLOCK_ROWS, 2 * packed.shape[1]])
-    return gl.convert_layout(p, gl.DotOperandLayout(0, OUT, k_width=2))
+    return gl.where(seen, s, NOTHING)
 
 
 @gluon.jit
@@ -294,30 +243,32 @@ def _zero_rows(tile, valid):
 
 
 @gluon.jit
-def _finish(acc, m, l, head, call):
+def _finish(acc, base, l, head, call):
     """(output, natural-log LSE) of each row; 0 and -inf where nothing was visible."""
     S: gl.constexpr = call.S
-    l = gl.convert_layout(gl.sum(l, 1), m.type.layout)
-    factor = gl.full([BLOCK_ROWS], 1.0, gl.float32, m.type.layout)
+    base = gl.max(base, 1)  # the same in the four threads of a row
+    l = gl.sum(l, 1)
+    factor = gl.full([BLOCK_ROWS], 1.0, gl.float32, base.type.layout)
     if S.has_sinks:
         # The sink is one more score, which has no value.
         sink = gl.load(call.sinks_ptr + head).to(gl.float32) * _LOG2_E
-        top = gl.maximum(m, sink)
-        base = gl.where(top == _NOTHING, 0.0, top)
-        factor = gl.exp2(m - base)
-        l = l * factor + gl.exp2(sink - base)
-        m = top
+        top = gl.maximum(base, sink)
+        finite = gl.where(top == NOTHING, 0.0, top)
+        factor = gl.exp2(base - finite)
+        l = l * factor + gl.exp2(sink - finite)
+        base = top
     factor = gl.where(l > 0, factor / l, 0.0)
     out = acc * gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))[:, None]
-    return out, gl.where(l > 0, m * _LN_2 + gl.log(l), _NOTHING)
+    return out, gl.where(l > 0, base * _LN_2 + gl.log(l), NOTHING)
 
 
 @gluon.jit
 def _store_lse(consumer: gl.constexpr, lse, work, call):
-    row = consumer * BLOCK_ROWS + gl.arange(0, BLOCK_ROWS, layout=lse.type.layout)
+    layout: gl.constexpr = lse.type.layout
+    row = consumer * BLOCK_ROWS + gl.arange(0, BLOCK_ROWS, layout=layout)
     ptr = call.lse_ptr + work.head.to(gl.int64) * call.lse_stride_head
     token = (work.row + row).to(gl.int64)
-    gl.store(ptr + token * call.lse_stride_token, lse, mask=work.first + row < work.q_len)
+    gl.store(ptr + token * call.lse_stride_token, lse, mask=row < work.rows)
 
 
 @gluon.jit
@@ -327,7 +278,7 @@ def _store_out(consumer: gl.constexpr, out, out_desc, out_tiles, work, call):
     row = consumer * BLOCK_ROWS
     if not S.stages_output:
         _store_rows(row, out, work, call)
-    elif work.first + row + BLOCK_ROWS <= work.q_len:
+    elif row + BLOCK_ROWS <= work.rows:
         tma.store_wait(0)  # what was stored from here before has been read
         tile = out_tiles.index(consumer)
         tile.store(out)
@@ -348,7 +299,7 @@ def _store_rows(row, out, work, call):
     column = gl.arange(0, out.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
     ptr = call.out_ptr + work.head.to(gl.int64) * call.out_stride_head
     ptr += (work.row + rows).to(gl.int64) * call.out_stride_token
-    mask = work.first + rows < work.q_len
+    mask = rows < work.rows
     if out.shape[1] > HEAD_DIM:
         mask = mask & (column < HEAD_DIM)
     gl.store(ptr + column, out, mask=mask)

@@ -22,6 +22,7 @@ class Shape(NamedTuple):
     block_d: int  # head_dim or the power of two above it: columns beyond head_dim are zero
     block_n: int  # keys of a tile
     slots: int  # tiles of K, and of V, on their way
+    q_slots: int  # query tiles on their way
     consumers: int  # warpgroups, of BLOCK_ROWS queries each
     page_size: int  # 0: contiguous
     has_left: bool
@@ -32,6 +33,9 @@ class Shape(NamedTuple):
     has_lse: bool
     masks_all: bool  # key tiles: code for those that need no mask is left out
     stages_output: bool  # through shared memory, and stored by TMA
+    has_list: bool  # of work, made by a kernel before
+    has_cu_seqlens_k: bool
+    has_seqused_k: bool
 
 
 BLOCK_ROWS = gl.constexpr(64)
@@ -40,7 +44,7 @@ BLOCK_ROWS = gl.constexpr(64)
 
 @aggregate
 class Ring:
-    tiles: gl.shared_memory_descriptor  # [slots, rows, block_d], or i32[slots, 1]
+    tiles: gl.shared_memory_descriptor  # [slots, rows, block_d], or i32[slots, count]
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
 
@@ -79,21 +83,20 @@ class Ring:
         return full
 
     @gluon.jit
-    def send(self, use, number):
+    def send(self, use, numbers):
         """Of a ring of numbers: what the loading warp tells all consumers."""
         self.wait_empty(use)
-        layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        self.tile(use).store(gl.full([1], number, gl.int32, layout))
+        self.tile(use).store(numbers)
         mbarrier.arrive(self.full.index(use % self.tiles.shape[0]))
 
     @gluon.jit
     def receive(self, use):
-        """What was sent, in every consumer."""
+        """What was sent, all of it in every thread."""
+        COUNT: gl.constexpr = self.tiles.shape[1]
         self.wait_full(use)
-        layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        number = gl.max(self.tile(use).load(layout), 0)
+        numbers = self.tile(use).load(gl.BlockedLayout([COUNT], [32], [gl.num_warps()], [0]))
         self.release(use)
-        return number
+        return numbers
 
 
 @gluon.jit
@@ -107,10 +110,10 @@ def make_ring(
 
 
 @gluon.jit
-def make_number_ring(CONSUMERS: gl.constexpr):
-    """Of single int32, for `send` and `receive`."""
+def make_number_ring(COUNT: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Of COUNT int32 a slot, for `send` and `receive`."""
     LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    return _with_barriers(gl.allocate_shared_memory(gl.int32, [2, 1], LAYOUT), CONSUMERS)
+    return _with_barriers(gl.allocate_shared_memory(gl.int32, [2, COUNT], LAYOUT), CONSUMERS)
 
 
 @gluon.jit

@@ -11,11 +11,9 @@ from echokernels.attention._hopper_memory import BLOCK_ROWS
 class Call:
     """Scalars and pointers of the call."""
 
-    records_ptr: gl.tensor  # i32[tiles, 8], see _prefill_schedule.py
-    counts_ptr: gl.tensor
-    num_items: gl.tensor  # tiles times heads
     heads: gl.tensor
     group: gl.tensor  # query heads of a KV head
+    keys_in_l2: gl.tensor  # of one KV head
     window_left: gl.tensor
     window_right: gl.tensor
     scale: gl.tensor  # of scores, in base 2
@@ -35,15 +33,13 @@ class Call:
 
     @gluon.constexpr_function
     def __init__(
-        self, records_ptr, counts_ptr, num_items, heads, group, window_left, window_right, scale,
-        cap, slopes_ptr, slopes_stride, sinks_ptr, table_ptr, table_stride, out_ptr,
-        out_stride_token, out_stride_head, lse_ptr, lse_stride_head, lse_stride_token, S,
+        self, heads, group, keys_in_l2, window_left, window_right, scale, cap, slopes_ptr,
+        slopes_stride, sinks_ptr, table_ptr, table_stride, out_ptr, out_stride_token,
+        out_stride_head, lse_ptr, lse_stride_head, lse_stride_token, S,
     ):  # fmt: skip
-        self.records_ptr = records_ptr
-        self.counts_ptr = counts_ptr
-        self.num_items = num_items
         self.heads = heads
         self.group = group
+        self.keys_in_l2 = keys_in_l2
         self.window_left = window_left
         self.window_right = window_right
         self.scale = scale
@@ -68,64 +64,63 @@ class Work:
 
     head: gl.tensor
     row: gl.tensor  # of the tile's first query in the packed tensor
-    first: gl.tensor  # its number in the sequence
-    q_len: gl.tensor
+    rows: gl.tensor  # of the sequence from there on
+    position: gl.tensor  # of the first query, counted in keys
     k_start: gl.tensor  # row of the first key in packed keys
     k_len: gl.tensor
-    seq: gl.tensor
+    seq: gl.tensor  # -1: there is no more work
 
     @gluon.constexpr_function
-    def __init__(self, head, row, first, q_len, k_start, k_len, seq):
+    def __init__(self, head, row, rows, position, k_start, k_len, seq):
         self.head = head
         self.row = row
-        self.first = first
-        self.q_len = q_len
+        self.rows = rows
+        self.position = position
         self.k_start = k_start
         self.k_len = k_len
         self.seq = seq
 
 
 @gluon.jit
-def work_of(call, item):
-    """Item number `item` of the list; the last one beyond its end."""
-    S: gl.constexpr = call.S
-    item = gl.maximum(gl.minimum(item, call.num_items - 1), 0)
-    ptr = call.records_ptr + item // call.heads * 8
-    before, tiles = gl.load(ptr), gl.load(ptr + 1)
-    q_start, q_len = gl.load(ptr + 2), gl.load(ptr + 3)
-    k_start, k_len = gl.load(ptr + 4), gl.load(ptr + 5)
-    seq = gl.load(ptr + 6)
-    # Of a sequence: `together` heads at a time, of these its tiles from the last to the first.
-    item -= before * call.heads
-    together = gl.load(ptr + 7) * call.group
-    per_round = tiles * together
-    first_head = item // per_round * together
-    item -= first_head * tiles
-    together = gl.minimum(together, call.heads - first_head)
-    first = (tiles - 1 - item // together) * (S.consumers * BLOCK_ROWS)
-    head = first_head + item % together
-    return Work(head, q_start + first, first, q_len, k_start, k_len, seq)
+def send_work(ring, use, work):
+    """From the loading warp to all consumers."""
+    i = gl.arange(0, 8, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    numbers = gl.where(i == 0, work.head, work.row)
+    numbers = gl.where(i == 2, work.rows, numbers)
+    numbers = gl.where(i == 3, work.position, numbers)
+    numbers = gl.where(i == 4, work.k_start, numbers)
+    numbers = gl.where(i == 5, work.k_len, numbers)
+    numbers = gl.where(i == 6, work.seq, numbers)
+    ring.send(use, numbers)
 
 
 @gluon.jit
-def take_item(call):
-    """The next item that no program has taken."""
-    return gl.num_programs(0) + gl.atomic_add(call.counts_ptr + 1, 1, sem="relaxed")
+def receive_work(ring, use):
+    numbers = ring.receive(use)
+    return Work(
+        _number(numbers, 0), _number(numbers, 1), _number(numbers, 2), _number(numbers, 3),
+        _number(numbers, 4), _number(numbers, 5), _number(numbers, 6),
+    )  # fmt: skip
+
+
+@gluon.jit
+def _number(numbers, I: gl.constexpr):
+    i = gl.arange(0, 8, layout=numbers.type.layout)
+    return gl.sum(gl.where(i == I, numbers, 0), 0)
 
 
 @gluon.jit
 def key_tiles(call, work):
     """(begin, end) of the key tiles that the query tile sees; at least one."""
     S: gl.constexpr = call.S
-    shift = work.k_len - work.q_len
     end = work.k_len
     if S.has_right:
-        last = work.first + S.consumers * BLOCK_ROWS + shift + call.window_right
+        last = work.position + S.consumers * BLOCK_ROWS + call.window_right
         end = gl.minimum(end, last)
     end = gl.maximum(gl.cdiv(gl.maximum(end, 0), S.block_n), 1)
     begin = end * 0
     if S.has_left:
-        first_key = gl.maximum(work.first + shift - call.window_left, 0)
+        first_key = gl.maximum(work.position - call.window_left, 0)
         begin = gl.minimum(first_key // S.block_n, end - 1)
     return begin, end
 
@@ -148,8 +143,10 @@ def unmasked_tiles(call, work, position, begin, end):
     S: gl.constexpr = call.S
     full_end = work.k_len // S.block_n
     if S.has_right:
-        seen = gl.maximum(position + call.window_right + 1, 0)
-        full_end = gl.minimum(full_end, seen // S.block_n)
+        # Without the tile of the last key that the first row sees: when these begin, every row has
+        # seen a key.
+        last = gl.maximum(position + call.window_right, 0)
+        full_end = gl.minimum(full_end, last // S.block_n)
     full_end = gl.maximum(gl.minimum(full_end, end - 1), begin)
     full_begin = begin
     if S.has_left:

@@ -1,10 +1,10 @@
 """The prefill for Hopper, in Gluon: FlashAttention-3 (Shah et al., 2024) over ragged batches.
 
-A program stays on its SM and takes one item of work after another, a head of a query tile, from a
-list that all programs share (`_prefill_schedule`). One warp takes the items and loads by TMA
+A program stays on its SM and takes one item of work after another, a head of a query tile, in an
+order that all programs share (`_hopper_order`). One warp takes the items and loads by TMA
 (`_hopper_memory`); two or three warpgroups, of 64 queries each, multiply by WGMMA
-(`_hopper_consumer`). What it computes is what the portable kernel in `prefill.py` does; it takes
-fp16 and bf16 with head dims up to 256.
+(`_hopper_consumer`, `_hopper_softmax`). What it computes is what the portable kernel in
+`prefill.py` does; it takes fp16 and bf16 with head dims up to 256.
 """
 
 import torch
@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from echokernels._launch import launch
+from echokernels._launch import counter, launch, scratch
 from echokernels._target import Target
 from echokernels._tuning import TileConfig
 from echokernels.attention._arguments import alibi_stride
@@ -27,10 +27,19 @@ from echokernels.attention._hopper_memory import (
     make_number_ring,
     make_ring,
 )
-from echokernels.attention._hopper_work import Call, key_tiles, take_item, work_of
-from echokernels.attention._prefill_schedule import schedule
+from echokernels.attention._hopper_order import (
+    TABLE,
+    WorkList,
+    leave,
+    list_kernel,
+    make_lengths,
+    make_table,
+    take_item,
+    work_of,
+)
+from echokernels.attention._hopper_work import Call, key_tiles, send_work
 
-# Each program of the schedule looks at all sequences.
+# Each program of the list looks at all sequences.
 _MOST_SEQS = 4096
 # Keys and values that the L2 keeps while queries and outputs pass through it as well.
 _L2_BYTES = 32 * 2**20
@@ -39,20 +48,21 @@ _GLUON_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 
 @gluon.jit
-def _produce(q_desc, k_desc, v_desc, items, q_ring, k_ring, v_ring, call):
+def _produce(
+    q_desc, k_desc, v_desc, works, q_ring, k_ring, v_ring, counter_ptr, places, lengths, call
+):
     """Takes items; loads the queries of each, and its key tiles from the last to the first."""
     S: gl.constexpr = call.S
     CONSUMERS: gl.constexpr = S.consumers
     PAGE_SIZE: gl.constexpr = S.page_size
     used = 0
     turn = 0
-    item = gl.program_id(0)
-    while item < call.num_items:
-        work = work_of(call, item)
-        item = take_item(call)
-        items.send(turn, item)
+    work = work_of(gl.program_id(0), places, lengths, call)
+    send_work(works, turn, work)
+    while work.seq >= 0:
         kv_head = work.head // call.group
         begin, end = key_tiles(call, work)
+        next_work = work
         for i in range(end - begin):
             tile = end - 1 - i
             row = work.k_start + tile * S.block_n
@@ -74,29 +84,36 @@ def _produce(q_desc, k_desc, v_desc, items, q_ring, k_ring, v_ring, call):
             else:
                 load_pages(v_desc, ids, kv_head, v_ring, used, PAGE_SIZE)
             used += 1
+            if i == gl.minimum(end - begin - 1, 1):
+                # Now, for two tiles give the time that finding it takes.
+                next_work = work_of(take_item(counter_ptr), places, lengths, call)
+                send_work(works, turn + 1, next_work)
         turn += 1
+        work = next_work
+    leave(counter_ptr)
 
 
 @gluon.jit
-def _consume_0(out_desc, out_tiles, items, q_ring, k_ring, v_ring, call):
-    consume(0, out_desc, out_tiles, items, q_ring, k_ring, v_ring, call)
+def _consume_0(out_desc, out_tiles, works, q_ring, k_ring, v_ring, call):
+    consume(0, out_desc, out_tiles, works, q_ring, k_ring, v_ring, call)
 
 
 @gluon.jit
-def _consume_1(out_desc, out_tiles, items, q_ring, k_ring, v_ring, call):
-    consume(1, out_desc, out_tiles, items, q_ring, k_ring, v_ring, call)
+def _consume_1(out_desc, out_tiles, works, q_ring, k_ring, v_ring, call):
+    consume(1, out_desc, out_tiles, works, q_ring, k_ring, v_ring, call)
 
 
 @gluon.jit
-def _consume_2(out_desc, out_tiles, items, q_ring, k_ring, v_ring, call):
-    consume(2, out_desc, out_tiles, items, q_ring, k_ring, v_ring, call)
+def _consume_2(out_desc, out_tiles, works, q_ring, k_ring, v_ring, call):
+    consume(2, out_desc, out_tiles, works, q_ring, k_ring, v_ring, call)
 
 
 # Index tensors may be slices at any offset of larger buffers: their alignment varies at run time.
 @gluon.jit(
     do_not_specialize=[
-        "window_left", "window_right", "table_ptr", "table_stride", "lse_stride_head", "heads",
-        "group", "slopes_stride", "lse_stride_token",
+        "cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "seqused_k_ptr", "num_seqs", "most_keys",
+        "keys_in_l2", "window_left", "window_right", "table_ptr", "table_stride", "heads", "group",
+        "lse_stride_head", "lse_stride_token", "slopes_stride",
     ]
 )  # fmt: skip
 def _prefill_hopper_kernel(
@@ -106,13 +123,20 @@ def _prefill_hopper_kernel(
     q_desc,  # [tokens, heads, head_dim]
     k_desc,  # [keys, kv_heads, head_dim], or slots [num_pages * page_size, kv_heads * head_dim]
     v_desc,
-    records_ptr,  # i32[max_tiles, 8]
-    counts_ptr,  # i32[2]
+    counter_ptr,  # i32[2], zeros
+    records_ptr,  # i32[num_tiles, 2], or None: a list is not needed
+    num_tiles_ptr,  # i32[1], or None
+    cu_seqlens_q_ptr,  # [num_seqs + 1]
+    cu_seqlens_k_ptr,  # [num_seqs + 1], or None
+    seqused_k_ptr,  # [num_seqs], or None
     table_ptr,  # [num_seqs, max_pages], or None
     slopes_ptr,  # f32[heads] or [num_seqs, heads], or None
     sinks_ptr,  # [heads], or None
+    num_seqs,
+    most_keys,  # that a query tile sees
     heads,
     group,
+    keys_in_l2,
     out_stride_token,
     out_stride_head,
     lse_stride_head,
@@ -128,7 +152,7 @@ def _prefill_hopper_kernel(
     LOADER_REGISTERS: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
-    q_ring = make_ring(dtype, S.consumers, BLOCK_ROWS, S.block_d, 1)
+    q_ring = make_ring(dtype, S.consumers * S.q_slots, BLOCK_ROWS, S.block_d, 1)
     k_ring = make_ring(dtype, S.slots, S.block_n, S.block_d, S.consumers)
     v_ring = make_ring(dtype, S.slots, S.block_n, S.block_d, S.consumers)
     out_tiles = q_ring.tiles
@@ -136,19 +160,24 @@ def _prefill_hopper_kernel(
         out_tiles = gl.allocate_shared_memory(
             dtype, [S.consumers, BLOCK_ROWS, S.block_d], q_ring.tiles.layout
         )
-    items = make_number_ring(S.consumers)
+    works = make_number_ring(8, S.consumers)
     # A pointer that is absent is not used: any other takes its place.
     call = Call(
-        records_ptr, counts_ptr, gl.load(counts_ptr) * heads, heads, group, window_left,
-        window_right, scale, cap,
-        slopes_ptr if S.has_alibi else records_ptr, slopes_stride,
-        sinks_ptr if S.has_sinks else records_ptr,
-        table_ptr if S.page_size > 0 else records_ptr, table_stride,
+        heads, group, keys_in_l2, window_left, window_right, scale, cap,
+        slopes_ptr if S.has_alibi else cu_seqlens_q_ptr, slopes_stride,
+        sinks_ptr if S.has_sinks else cu_seqlens_q_ptr,
+        table_ptr if S.page_size > 0 else cu_seqlens_q_ptr, table_stride,
         out_ptr, out_stride_token, out_stride_head,
-        lse_ptr if S.has_lse else records_ptr, lse_stride_head, lse_stride_token, S,
+        lse_ptr if S.has_lse else cu_seqlens_q_ptr, lse_stride_head, lse_stride_token, S,
     )  # fmt: skip
-    loads = (q_desc, k_desc, v_desc, items, q_ring, k_ring, v_ring, call)
-    uses = (out_desc, out_tiles, items, q_ring, k_ring, v_ring, call)
+    lengths = make_lengths(
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr, num_seqs, most_keys, S
+    )
+    places = WorkList(records_ptr, gl.load(num_tiles_ptr)) if S.has_list else make_table(lengths)
+    loads = (
+        q_desc, k_desc, v_desc, works, q_ring, k_ring, v_ring, counter_ptr, places, lengths, call,
+    )  # fmt: skip
+    uses = (out_desc, out_tiles, works, q_ring, k_ring, v_ring, call)
     if S.consumers == 2:
         gl.warp_specialize(
             [(_consume_0, uses), (_consume_1, uses), (_produce, loads)],
@@ -165,7 +194,7 @@ def _prefill_hopper_kernel(
 
 # Registers of a consumer's and of the loading warp's threads, multiples of 8. With the three idle
 # warps beside that one they make what the launch took: 168 a thread of 12 warps, 128 of 16.
-_REGISTERS = {2: (240, 24), 3: (160, 32)}
+_REGISTERS = {2: (232, 40), 3: (160, 32)}
 
 
 def config(head_dim: int) -> TileConfig:
@@ -175,7 +204,7 @@ def config(head_dim: int) -> TileConfig:
     return TileConfig(
         block_m=(3 if block_d == 64 else 2) * BLOCK_ROWS.value,
         block_n=64 if block_d == 256 else 128,
-        num_stages=2,
+        num_stages=4 if block_d == 64 else 2,
     )
 
 
@@ -263,39 +292,49 @@ def launch_hopper(
     alibi_slopes: torch.Tensor | None,
     sinks: torch.Tensor | None,
 ) -> None:
-    """Launches the schedule and the kernel. window: (left, right), -1 for all."""
+    """window: (left, right), -1 for all."""
     heads, head_dim = q.shape[1:]
     block_d = triton.next_power_of_2(head_dim)
     consumers = tile.block_m // BLOCK_ROWS.value
     page_size = 0 if block_table is None else k.shape[1]
     consumer_registers, loader_registers = _REGISTERS[consumers]
-    records, counts = schedule(
-        cu_seqlens_q,
-        cu_seqlens_k,
-        seqused_k,
-        q.shape[0],
-        k.shape[-2],
-        tile.block_m,
-        window,
-        _L2_BYTES // (2 * head_dim * k.element_size()),
-    )
+    num_seqs = cu_seqlens_q.shape[0] - 1
+    left, right = window
     shape = Shape(
         head_dim=head_dim,
         block_d=block_d,
         block_n=tile.block_n,
         slots=tile.num_stages,
+        q_slots=2 if block_d == 64 else 1,
         consumers=consumers,
         page_size=page_size,
-        has_left=window[0] >= 0,
-        has_right=window[1] >= 0,
+        has_left=left >= 0,
+        has_right=right >= 0,
         has_softcap=softcap > 0,
         has_alibi=alibi_slopes is not None,
         has_sinks=sinks is not None,
         has_lse=lse is not None,
         # With softcap and a window a loop without masks would not fit the registers.
-        masks_all=softcap > 0 and window[0] >= 0,
+        masks_all=softcap > 0 and left >= 0,
         stages_output=block_d < 256,  # else there is no shared memory left
+        has_list=num_seqs > TABLE.value,
+        has_cu_seqlens_k=cu_seqlens_k is not None,
+        has_seqused_k=seqused_k is not None,
     )
+    sequences = (
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_k,
+        num_seqs,
+        left + tile.block_m + right if min(window) >= 0 else 2**30,
+    )
+    records = num_tiles = None
+    if shape.has_list:
+        max_tiles = q.shape[0] // tile.block_m + num_seqs
+        records = scratch((max_tiles, 2), torch.int32, q.device)
+        num_tiles = scratch((1,), torch.int32, q.device)
+        grid = (triton.cdiv(num_seqs, TABLE.value),)
+        launch(list_kernel, grid, records, num_tiles, *sequences, S=shape, num_warps=4)
     launch(
         _prefill_hopper_kernel,
         (target.num_sms,),
@@ -306,18 +345,23 @@ def launch_hopper(
             _heads_descriptor(x, tile.block_n, block_d) if page_size == 0 else _pages_descriptor(x)
             for x in (k, v)
         ),
+        counter(q.device),
         records,
-        counts,
+        num_tiles,
+        *sequences[:3],
         block_table,
         alibi_slopes,
         sinks,
+        *sequences[3:],
         heads,
         heads // k.shape[-2],
+        _L2_BYTES // (2 * head_dim * k.element_size()),
         *_steps(out),
         *((0, 0) if lse is None else lse.stride()),
         0 if block_table is None else block_table.stride(0),
         alibi_stride(alibi_slopes),
-        *window,
+        left,
+        right,
         softmax_scale * _LOG2_E,
         softcap * _LOG2_E,
         S=shape,

@@ -207,6 +207,47 @@ def test_long_sequences(
     check(out, lse, *want, cache.values)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("growth", ["steady", "spikes", "overflow"])
+def test_scores_that_grow_from_tile_to_tile(cuda, head_dim, dtype, causal, growth):
+    # Key tiles are taken from the last to the first, so scores that rise towards the first make
+    # every tile's maximum a new one, by a factor that weights of the old one could not hold.
+    length, gen = 1000, generator(head_dim)
+    key = torch.arange(length)
+    factors = {
+        "steady": torch.linspace(20.0, 0.1, length),
+        "spikes": torch.where(key % 100 == 3, 30.0, 0.5),
+        "overflow": torch.where(key < 500, 300.0, 0.1),
+    }[growth]
+    q, k, v = (
+        randn(length, heads, head_dim, dtype=dtype, device=cuda, gen=gen) for heads in (4, 2, 2)
+    )
+    k = (k * factors.to(cuda)[:, None, None]).to(dtype)
+    cu_seqlens = boundaries([length], torch.int32, cuda)
+    out, lse = flash_attn_varlen(
+        q, k, v, cu_seqlens, cu_seqlens, length, length, causal=causal, return_lse=True
+    )
+    want = attend_ragged(q, [k], [v], [length], head_dim**-0.5, Features(causal=causal))
+    check(out, lse, *want, [v])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_key_shows(cuda, bad):
+    # In the first key tile, which is taken last and without a mask.
+    gen = generator(14)
+    q, k, v = (randn(400, 2, 64, dtype=torch.bfloat16, device=cuda, gen=gen) for _ in range(3))
+    k[5, 1] = bad
+    cu_seqlens = boundaries([400], torch.int32, cuda)
+    out = flash_attn_varlen(q, k, v, cu_seqlens, cu_seqlens, 400, 400, causal=True)
+    assert out[5:, 1].isnan().all()
+    assert out[:, 0].isfinite().all()
+    assert out[:5].isfinite().all()
+
+
 def contiguous_call(device, q_lens, k_lens, heads, kv_heads, head_dim, dtype, gen, **options):
     q = randn(sum(q_lens), heads, head_dim, dtype=dtype, device=device, gen=gen)
     k = randn(sum(k_lens), kv_heads, head_dim, dtype=dtype, device=device, gen=gen)

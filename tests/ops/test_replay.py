@@ -172,6 +172,66 @@ def test_scratch_is_allocated_anew_at_each_replay(kernel, monkeypatch):
     assert [p[2] for p in fast_pointers(kernel)] == [t.data_ptr() + 8 * 4 for t in taken]
 
 
+def test_counters_are_those_of_the_stream_at_each_replay(kernel, monkeypatch):
+    counters = {"a": torch.zeros(2, dtype=torch.int32), "b": torch.zeros(2, dtype=torch.int32)}
+    current = ["a"]
+    monkeypatch.setattr(_launch._counters, "counter", lambda _: counters[current[0]])
+    monkeypatch.setattr(_replay, "counter_on", lambda _device, _stream: counters[current[0]])
+    call = op(kernel, extra=lambda out, _: _launch.counter(out.device))
+    pairs = [(torch.zeros(4, 8), torch.zeros(4, 8)) for _ in range(2)]
+    call(*pairs[0])
+    for stream in ("a", "b", "a", "b"):
+        current[0] = stream
+        for out, x in pairs:
+            call(out, x)
+            assert fast_pointers(kernel)[-1][:3] == (
+                out.data_ptr(), x.data_ptr(), counters[stream].data_ptr(),
+            )  # fmt: skip
+    assert len(kernel.slow) == 1
+
+
+def test_remembered_pointers_start_anew_when_there_are_many(kernel, monkeypatch):
+    monkeypatch.setattr(_replay, "_MOST_POINTERS", 2)
+    call = op(kernel)
+    keep = [(torch.zeros(4, 8), torch.zeros(4, 8)) for _ in range(5)]
+    call(*keep[0], 2)
+    for out, x in keep * 2:
+        call(out, x, 2)
+        for pointers in fast_pointers(kernel)[-2:]:
+            assert pointers[:2] == (out.data_ptr(), x.data_ptr())
+    assert len(kernel.slow) == 2
+
+
+def test_without_pytorchs_guards_calls_are_told_by_their_key(kernel, monkeypatch):
+    monkeypatch.setattr(_replay, "_guards", None)
+    call = op(kernel)
+    for rows in (4, 5, 4, 5):
+        call(torch.zeros(rows, 8), torch.zeros(rows, 8))
+    assert (len(kernel.slow), len(kernel.fast)) == (2, 2)
+
+
+def test_pytorchs_guards_are_used():
+    assert _replay._guards is not None
+
+
+def test_calls_of_several_kinds_in_turns(kernel):
+    call = op(kernel)
+    kinds = [
+        (torch.zeros(4, 8), torch.zeros(4, 8)),
+        (torch.zeros(4, 8), torch.zeros(4, 9)[:, :8]),
+        (torch.zeros(4, 8), torch.zeros(4, 8), 2),
+        (torch.zeros(5, 8), torch.zeros(5, 8)),
+    ]
+    for args in kinds:
+        call(*args)
+    for args in [*kinds, *kinds[::-1]]:
+        call(*args)
+        _, x, _, stride, _ = fast_pointers(kernel)[-1]
+        assert (x, stride) == (args[1].data_ptr(), args[1].stride(0))
+        assert kernel.fast[-1][0] == args[1].shape[0]
+    assert len(kernel.slow) == 5
+
+
 def test_several_launches_are_replayed_in_order(kernel):
     call = op(kernel)
     for _ in range(2):

@@ -1,0 +1,63 @@
+"""Counters in device memory that the programs of one launch share.
+
+Both numbers of a counter are 0 before the launch, and its programs leave them so: the last one to
+end sets them back. Zeroing them by a kernel of its own would cost as much as launching a small
+kernel, on the host and on the device.
+
+Launches on one stream follow one another and share a counter. A launch that is captured into a CUDA
+graph may run beside any other, so it gets one that nothing else will ever use.
+"""
+
+import threading
+
+import torch
+
+_AT_ONCE = 4096  # counters of an allocation; captured launches use one each, streams too
+
+
+class _Supply:
+    """Of one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.lock = threading.Lock()
+        self.of_stream: dict[int, torch.Tensor] = {}
+        self.unused: list[torch.Tensor] = []
+        self.kept: list[torch.Tensor] = []
+
+    def take(self) -> torch.Tensor:
+        with self.lock:
+            if not self.unused and _is_capturing():
+                # The graph zeroes it itself, before every replay.
+                self.kept.append(torch.zeros(2, dtype=torch.int32, device=self.device))
+                return self.kept[-1]
+            if not self.unused:
+                memory = torch.zeros((_AT_ONCE, 2), dtype=torch.int32, device=self.device)
+                torch.cuda.current_stream(self.device).synchronize()
+                self.unused = [*memory.unbind()]
+            return self.unused.pop()
+
+
+_is_capturing = torch.cuda.is_current_stream_capturing
+_supplies: dict[int, _Supply] = {}
+
+
+def counter(device: torch.device) -> torch.Tensor:
+    """Int32 [2], zeros, for one launch on the current stream of `device`."""
+    if device.type != "cuda":
+        return torch.zeros(2, dtype=torch.int32, device=device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return counter_on(index, torch.cuda.current_stream(index).cuda_stream)
+
+
+def counter_on(device: int, stream: int) -> torch.Tensor:
+    """The same of a stream, which is the current one, by its handle."""
+    supply = _supplies.get(device)
+    if supply is None:
+        supply = _supplies.setdefault(device, _Supply(torch.device("cuda", device)))
+    if _is_capturing():
+        return supply.take()
+    found = supply.of_stream.get(stream)
+    if found is None:
+        found = supply.of_stream.setdefault(stream, supply.take())
+    return found

@@ -1,0 +1,71 @@
+"""One call of each variant of the prefill for Hopper, under a memory checker:
+
+    python -m tests.sanitize && compute-sanitizer --tool memcheck python -m tests.sanitize
+
+The first run compiles, which under the checker would take long.
+"""
+
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from echokernels import flash_attn_varlen
+from echokernels.attention.prefill import forced_path
+
+HEADS, KV_HEADS = 4, 2
+CAUSAL = {"causal": True}
+VARIANTS: dict[str, tuple[int, torch.dtype, int, int, dict[str, Any]]] = {
+    # name: (head_dim, dtype, sequences, page_size, options)
+    "causal": (128, torch.bfloat16, 3, 0, CAUSAL),
+    "full": (128, torch.float16, 3, 0, {}),
+    "list": (128, torch.bfloat16, 130, 0, CAUSAL),
+    "window": (128, torch.bfloat16, 3, 0, {"causal": True, "window": (70, -1)}),
+    "softcap": (128, torch.bfloat16, 3, 0, {"softcap": 20.0}),
+    "biased": (128, torch.bfloat16, 3, 0, {"causal": True, "biased": True}),
+    "pages": (128, torch.bfloat16, 3, 16, CAUSAL),
+    "d64": (64, torch.bfloat16, 3, 0, CAUSAL),
+    "d64-pages": (64, torch.float16, 3, 64, CAUSAL),
+    "d96": (96, torch.bfloat16, 3, 0, CAUSAL),
+    "d256": (256, torch.bfloat16, 3, 0, CAUSAL),
+}
+
+
+def inputs(
+    head_dim: int, dtype: torch.dtype, num_seqs: int, page_size: int, options: dict[str, Any]
+) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    lens = [[70, 300, 129][i % 3] for i in range(num_seqs)]
+    cu_seqlens = torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device="cuda")
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda").to(dtype)
+
+    options = {**options, "max_seqlen_q": max(lens), "return_lse": True}
+    if options.pop("biased", False):
+        options |= {"alibi_slopes": torch.rand(HEADS, device="cuda"), "sinks": randn(HEADS)}
+    q = randn(sum(lens), HEADS, head_dim)
+    if not page_size:
+        k, v = (randn(sum(lens), KV_HEADS, head_dim) for _ in range(2))
+        return [q, k, v, cu_seqlens, cu_seqlens], options
+    pages = -(-max(lens) // page_size)
+    options["block_table"] = torch.randperm(num_seqs * pages, device="cuda").view(-1, pages)
+    options["seqused_k"] = cu_seqlens.diff()
+    k, v = (randn(num_seqs * pages, page_size, KV_HEADS, head_dim) for _ in range(2))
+    return [q, k, v, cu_seqlens], options
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    for name, variant in VARIANTS.items():
+        args, options = inputs(*variant)
+        with torch.inference_mode(), forced_path("hopper"):
+            out, lse = flash_attn_varlen(*args, **options)
+        with torch.inference_mode(), forced_path("portable"):
+            want, want_lse = flash_attn_varlen(*args, **options)
+        torch.testing.assert_close(out, want, rtol=0, atol=3e-2)
+        torch.testing.assert_close(lse, want_lse, rtol=0, atol=1e-3)
+        print(name, "ok", flush=True)
+
+
+if __name__ == "__main__":
+    main()
