@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from bench.case import CeilingKind
-from bench.timing import eager_us, graph_us
+from bench.timing import Call, eager_us, graph_us, make_round
 
 _BLOCK = 4096
 _BLOCKS_PER_PROGRAM = 4
@@ -56,13 +56,17 @@ def _copy(device: torch.device, elements: int) -> Ceiling:
 
 def _read(device: torch.device, elements: int) -> Ceiling:
     source = torch.randn(elements, device=device)
-    us = graph_us([lambda: partial_sums(source)], device)
+    us = _graph_us(lambda: partial_sums(source), device)
     return Ceiling("read", f"{source.nbytes >> 20} MiB", source.nbytes, us)
 
 
 def _matmul(device: torch.device, size: int) -> Ceiling:
     a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
-    return Ceiling("matmul", f"{size}^3", 2 * size**3, graph_us([lambda: a @ b], device))
+    return Ceiling("matmul", f"{size}^3", 2 * size**3, _graph_us(lambda: a @ b, device))
+
+
+def _graph_us(call: Call, device: torch.device) -> float:
+    return graph_us([make_round([call], device)], device)[0]
 
 
 def partial_sums(x: torch.Tensor) -> torch.Tensor:

@@ -47,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     results.write(rows)
 
     def measure(case: Case) -> list[Row]:
-        of_case = check_and_time(case, device, partial(_figures, add, device), lambda x: [x])
+        of_case = check_and_time(
+            case, device, partial(_figures, add, device), lambda figures: figures, lambda x: [x]
+        )
         results.write(of_case)
         return of_case
 

@@ -1,53 +1,76 @@
 """One case, all its implementations: right first, then timed."""
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from bench.case import Case, CeilingKind, Inputs, Peer, error_of, ours, poisoned_allocations
 from bench.ceilings import Ceiling
 from bench.results import OURS, Row
-from bench.timing import Call, graph_us
+from bench.timing import Call, Round, graph_us, make_round
 
 Ceilings = Mapping[CeilingKind, Ceiling]
-Time = Callable[[Sequence[Call]], dict[str, Any]]
-"""From calls on different inputs to the figures of a row."""
+Work = TypeVar("Work")
+Figures = dict[str, Any]
+"""What a row gets, by its fields."""
 
 
 def measure_case(case: Case, device: torch.device, ceilings: Ceilings) -> list[Row]:
     """Time on the device, of ours and of each peer."""
     ceiling = ceilings[case.ceiling]
 
-    def time(calls: Sequence[Call]) -> dict[str, Any]:
-        us = graph_us(calls, device)
-        rate = case.amount / us / 1e6
-        return {"graph_us": us, "rate": rate, "unit": ceiling.unit, "share": rate / ceiling.rate}
+    def time(works: list[Round]) -> Iterator[Figures]:
+        for us in graph_us(works, device):
+            rate = case.amount / us / 1e6
+            yield {
+                "graph_us": us, "rate": rate, "unit": ceiling.unit, "share": rate / ceiling.rate,
+            }  # fmt: skip
 
-    return check_and_time(case, device, time, lambda inputs: case.rotation(inputs, device))
+    return check_and_time(
+        case,
+        device,
+        lambda calls: make_round(calls, device),
+        time,
+        lambda inputs: case.rotation(inputs, device),
+    )
 
 
 def check_and_time(
-    case: Case, device: torch.device, time: Time, input_sets: Callable[[Inputs], list[Inputs]]
+    case: Case,
+    device: torch.device,
+    prepare: Callable[[Sequence[Call]], Work],
+    time: Callable[[list[Work]], Iterable[Figures]],
+    input_sets: Callable[[Inputs], list[Inputs]],
 ) -> list[Row]:
-    """A row for ours and for each peer. What fails says so in its row and stops nothing else."""
-    rows = []
+    """A row for ours and for each peer. What fails says so in its row and stops nothing else.
+
+    `prepare` gets the calls of one implementation on different inputs, `time` what it made of those
+    of all.
+    """
     torch.manual_seed(0)  # a case has the same inputs whichever ran before it
     try:
         inputs = case.make(device)
         implementations = {OURS: ours(case), **case.peers}
-        verdicts = _check(case, implementations, inputs)
+        rows = _check(case, implementations, inputs)
         sets = input_sets(inputs)
+        works: dict[str, Work] = {}
         for name, peer in implementations.items():
-            row = verdicts[name]
-            rows.append(_time(row, case, peer, sets, time) if row.ok else row)
+            if rows[name].ok:
+                try:
+                    with peer.context():
+                        works[name] = prepare([peer.prepare(*inputs) for inputs in sets])
+                except Exception as failure:
+                    rows[name] = _failed(case, name, failure)
+        for name, figures in zip(works, time([*works.values()]), strict=True):
+            rows[name] = replace(rows[name], **figures)
     except Exception as failure:
-        rows.append(_failed(case, OURS, failure))
+        rows = {OURS: _failed(case, OURS, failure)}
     _free(device)
-    return rows
+    return [*rows.values()]
 
 
 def _check(case: Case, implementations: Mapping[str, Peer], inputs: Inputs) -> dict[str, Row]:
@@ -66,15 +89,6 @@ def _check(case: Case, implementations: Mapping[str, Peer], inputs: Inputs) -> d
         note = "" if ok else f"wrong: error {error:.1e}, must be at most {most:.1e}"
         verdicts[name] = Row(case.op, case.name, name, ok=ok, error=error, note=note)
     return verdicts
-
-
-def _time(checked: Row, case: Case, peer: Peer, sets: list[Inputs], time: Time) -> Row:
-    try:
-        calls = [peer.prepare(*inputs) for inputs in sets]
-        with peer.context():
-            return replace(checked, **time(calls))
-    except Exception as failure:
-        return _failed(case, checked.impl, failure)
 
 
 def _failed(case: Case, impl: str, failure: Exception) -> Row:

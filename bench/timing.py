@@ -2,13 +2,15 @@
 
 Device time comes from replays of a CUDA graph, so the host's launches cost nothing. The calls of a
 graph rotate among input sets that together exceed the L2 cache, so that small inputs too come from
-memory, and what earlier kernels asked that cache to keep is dropped first. Host time comes from
-loops of calls that nothing waits for, too few to fill the queue of the device. All times are
-medians, in microseconds.
+memory, and what earlier kernels asked that cache to keep is dropped first. Implementations take
+turns, in random order: one after the other they would differ by the clock that the device's power
+and heat allow at the time. Host time comes from loops of calls that nothing waits for, too few to
+fill the queue of the device. All times are medians, in microseconds.
 """
 
 import ctypes
 import math
+import random
 import statistics
 import time
 from collections import deque
@@ -27,6 +29,10 @@ _MANY_SETS = 64
 _CPU_SETS = 2  # a CPU's caches are not worth the memory: the times there only test this harness
 _ROUND_US = 2_000.0  # the least that a graph should take: its start costs some microseconds
 _BUDGET_US = 60_000.0
+_TURNS = 8
+_TURN_US = (
+    15_000.0  # a third of it before the time is taken, to be at the implementation's own clock
+)
 _WARM_UP_CALLS = 3
 _HOST_CALLS = 32  # between waits: a device's queue holds 1,024 before launching waits for it
 _HOST_ROUNDS = 100
@@ -54,14 +60,22 @@ def num_sets(set_bytes: int, device: torch.device) -> int:
     return min(max(twice, min(often, _MANY_SETS)), MAX_SETS)
 
 
-def graph_us(calls: Sequence[Call], device: torch.device) -> float:
-    """Time of one call on the device, over replays of a graph of `calls`. On a CPU: `eager_us`."""
+def graph_us(works: Sequence[Round], device: torch.device) -> list[float]:
+    """Times of one call of each of `works` on the device, over replays. On a CPU: `eager_us`."""
     if device.type != "cuda":
-        return eager_us(calls, device)
-    work = make_round(calls, device)
-    _drop_kept_lines(device)
-    repeats = _within(5, _BUDGET_US / _replay_us(work, 2), 50)
-    return _replay_us(work, repeats) / work.num_calls
+        return [eager_us(work.calls, device) for work in works]
+    estimates = [_replay_us(work, 2) for work in works]
+    times: list[list[float]] = [[] for _ in works]
+    order = random.Random(0)
+    for _ in range(_TURNS):
+        for index in order.sample(range(len(works)), len(works)):
+            _drop_kept_lines(device)
+            repeats = _within(3, _TURN_US / estimates[index], 50)
+            times[index] += _replays_us(works[index], repeats)[repeats // 3 :]
+    return [
+        statistics.median(of_work) / work.num_calls
+        for of_work, work in zip(times, works, strict=True)
+    ]
 
 
 def eager_us(calls: Sequence[Call], device: torch.device) -> float:
@@ -112,6 +126,10 @@ def _capture(calls: Sequence[Call], rotations: int) -> Round:
 
 
 def _replay_us(work: Round, repeats: int) -> float:
+    return statistics.median(_replays_us(work, repeats))
+
+
+def _replays_us(work: Round, repeats: int) -> list[float]:
     events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
     # Never idle from here on: the host launches a replay while the one before it runs.
     work.run()
@@ -120,7 +138,7 @@ def _replay_us(work: Round, repeats: int) -> float:
         work.run()
         event.record()
     events[-1].synchronize()
-    return statistics.median(a.elapsed_time(b) * 1e3 for a, b in pairwise(events))
+    return [a.elapsed_time(b) * 1e3 for a, b in pairwise(events)]
 
 
 def _drop_kept_lines(device: torch.device) -> None:

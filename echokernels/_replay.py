@@ -17,7 +17,7 @@ import torch
 import triton
 
 from echokernels import _tensor_map
-from echokernels._counters import counter_on
+from echokernels._counters import counter_on, is_capturing
 from echokernels._launch import Launch, Recording
 
 Replay = Callable[..., None]
@@ -268,22 +268,23 @@ def _launch_plain(step: _Step, device: int) -> Replay:
 def _launch_all(steps: list[_Step], device: int, num_counters: int, *, remembers: bool) -> Replay:
     """`remembers`: the values of parameters for pointers that come again, as those of activations
     do in every layer of a model."""
-    remembered: dict[tuple[int, ...], list[list[Any]]] = {}
+    remembered: dict[tuple[int, tuple[int, ...]], list[list[Any]]] = {}
     current_stream = torch._C._cuda_getCurrentRawStream
 
     def replay(*pointers: int) -> None:
         stream = current_stream(device)
-        for _ in range(num_counters):
-            pointers += (counter_on(device, stream).data_ptr(),)
-        values = remembered.get(pointers)
-        if values is None:
-            values = [_values(step, pointers) for step in steps]
-            if remembers:
+        place = (stream, pointers)
+        found = remembered.get(place)
+        if found is None or (num_counters and is_capturing()):
+            for _ in range(num_counters):
+                pointers += (counter_on(device, stream).data_ptr(),)
+            found = [_values(step, pointers) for step in steps]
+            if remembers and not (num_counters and is_capturing()):
                 if len(remembered) >= _MOST_POINTERS:
                     remembered.clear()
-                remembered[pointers] = values
-        for (run, head, grid, _, _), of_step in zip(steps, values):  # noqa: B905
-            run(*grid, stream, *head, *of_step)
+                remembered[place] = found
+        for (run, head, grid, _, _), values in zip(steps, found):  # noqa: B905
+            run(*grid, stream, *head, *values)
 
     return replay
 

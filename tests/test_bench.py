@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import compare, host_cost, libraries, results, timing
+from bench import accuracy, compare, host_cost, libraries, results, timing
 from bench.case import Case, Peer, error_of, ours, returning
 from bench.ceilings import Ceiling
 from bench.checks import MOST_DEVIATIONS, drawn_by_probability, most_likely, row_error
@@ -383,3 +383,12 @@ def test_cpu_speed_needs_equal_tokens():
 def test_the_performance_page_is_what_the_results_say():
     page = Path(__file__).parent.parent / "docs/performance.md"
     assert page.read_text() == report()
+
+
+def test_accuracy_of_the_quick_cases(tmp_path):
+    path = tmp_path / "accuracy.csv"
+    assert accuracy.main(["--quick", "--device", "cpu", "--out", str(path)]) == 0
+    rows = list(csv.DictReader(path.open()))
+    assert {row["impl"] for row in rows} == {"echo", "sdpa-math", "sdpa-math-dense-kv"}
+    for row in rows:
+        assert 1e-4 < float(row["rate"]) <= float(row["error"]) < 1e-2

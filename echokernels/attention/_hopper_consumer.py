@@ -200,7 +200,7 @@ def _places(s, tile, rows):
 
 @gluon.jit
 def _bias(s, tile, rows, call):
-    """Capped and lowered by ALiBi. With either, scores are scaled here, else in `_weigh`."""
+    """Capped and lowered by ALiBi. With either, scores are scaled here, else when weighed."""
     S: gl.constexpr = call.S
     if S.has_softcap:
         # cap * tanh(s * scale / cap); an exponential that overflows gives 1.

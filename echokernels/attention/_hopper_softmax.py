@@ -4,7 +4,8 @@ Weights are exponentials of scores less a base, one for each row. With the runni
 base, every tile needs its maximum and scales down what was accumulated so far. But any base will do
 that keeps weights in range. So in the tiles that need no mask, which are nearly all of a long
 sequence, the base stays what it is (`weigh_on`) until the weights of a row add up to more than
-LIMIT; only then it becomes the maximum, as in FlashAttention-4, which tests the maximum itself.
+LIMIT; only then it becomes the maximum. (FlashAttention-4 also puts off scaling, but still takes
+every maximum.)
 
 A warp has 16 rows. Of a row, four threads hold two columns of every eight. What belongs to a row
 they all hold, [rows, 4]; of its sum each holds a part.
@@ -142,8 +143,8 @@ def _packed(p, dtype: gl.constexpr):
     )
 
 
-# PTX of one thread. Its packed weights are of two rows in turns, the row and the one 8 below, as
-# `mma` takes them; its accumulators are two and two.
+# PTX of one thread, which has parts of two rows: its packed weights are one of each in turns, its
+# accumulators two and two.
 
 
 @gluon.constexpr_function

@@ -235,6 +235,23 @@ def test_scores_that_grow_from_tile_to_tile(cuda, head_dim, dtype, causal, growt
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("shift", [63, 64, 127, 128, 191])
+def test_scores_that_see_nothing_of_a_tile(cuda, head_dim, shift):
+    # Query 64 c stands at key 64 c + shift: the key tile that ends there it sees all of, and
+    # nothing of the one after, from which its neighbours start.
+    gen = generator(shift)
+    q = randn(300, 2, head_dim, dtype=torch.bfloat16, device=cuda, gen=gen)
+    k, v = (
+        randn(300 + shift, 1, head_dim, dtype=torch.bfloat16, device=cuda, gen=gen)
+        for _ in range(2)
+    )
+    lengths = (boundaries([n], torch.int32, cuda) for n in (300, 300 + shift))
+    out, lse = flash_attn_varlen(q, k, v, *lengths, 300, causal=True, return_lse=True)
+    check(out, lse, *attend_ragged(q, [k], [v], [300], head_dim**-0.5, Features()), [v])
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_bad_key_shows(cuda, bad):
     # In the first key tile, which is taken last and without a mask.

@@ -175,6 +175,7 @@ def test_scratch_is_allocated_anew_at_each_replay(kernel, monkeypatch):
 def test_counters_are_those_of_the_stream_at_each_replay(kernel, monkeypatch):
     counters = {"a": torch.zeros(2, dtype=torch.int32), "b": torch.zeros(2, dtype=torch.int32)}
     current = ["a"]
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: current[0])
     monkeypatch.setattr(_launch._counters, "counter", lambda _: counters[current[0]])
     monkeypatch.setattr(_replay, "counter_on", lambda _device, _stream: counters[current[0]])
     call = op(kernel, extra=lambda out, _: _launch.counter(out.device))
@@ -188,6 +189,25 @@ def test_counters_are_those_of_the_stream_at_each_replay(kernel, monkeypatch):
                 out.data_ptr(), x.data_ptr(), counters[stream].data_ptr(),
             )  # fmt: skip
     assert len(kernel.slow) == 1
+
+
+def test_each_captured_replay_takes_a_counter(kernel, monkeypatch):
+    taken = []
+
+    def take(*_):
+        taken.append(torch.zeros(2, dtype=torch.int32))
+        return taken[-1]
+
+    monkeypatch.setattr(_launch._counters, "counter", take)
+    monkeypatch.setattr(_replay, "counter_on", take)
+    monkeypatch.setattr(_replay, "is_capturing", lambda: True)
+    call = op(kernel, extra=lambda out, _: _launch.counter(out.device))
+    out, x = torch.zeros(4, 8), torch.zeros(4, 8)
+    for _ in range(3):
+        call(out, x)
+    pointers = [pointers[2] for pointers in fast_pointers(kernel)]
+    assert pointers == [counter.data_ptr() for counter in taken[1:]]
+    assert len(set(pointers)) == 2
 
 
 def test_remembered_pointers_start_anew_when_there_are_many(kernel, monkeypatch):
