@@ -10,7 +10,8 @@ INTRODUCTION = """\
 # Performance
 
 Made by `python -m bench.report` from the files in `bench/results`; the commands that made those are
-`python -m bench.run`, `python -m bench.host_cost` and `python -m bench.cpu_speed`. Losses are in
+`python -m bench.run`, `python -m bench.host_cost`, `python -m bench.accuracy` and
+`python -m bench.cpu_speed`. Losses are in
 it. bf16; microseconds by graph replay with inputs that are not in the L2, in brackets our share of
 the ceiling: a device copy, a streaming read (decode) or a large matrix product (prefill). The best
 of a line is bold. `echo` is ours; `torch` and `compile` are the plain formula, eager and compiled;
@@ -20,6 +21,11 @@ HOST = """\
 Microseconds that an eager call keeps the host, in brackets the ratio to `torch.add` of 4 x 4096
 (here {us:.1f} us), timed in turn with it. `echo` is our public function, with the allocation of
 what it returns; `echo-packet` is `torch.ops.echo.<op>`, `echo-overload` its `.default`.
+"""
+
+ACCURACY = """\
+Relative errors against float64 of the same bf16 inputs: of all outputs together, in brackets of the
+worst row.
 """
 
 Row = dict[str, str]
@@ -35,6 +41,8 @@ def report() -> str:
         lines += _device(list(csv.DictReader(path.open())))
     for path in sorted(RESULTS.glob("host-*.csv")):
         lines += _host(list(csv.DictReader(path.open())))
+    for path in sorted(RESULTS.glob("accuracy-*.csv")):
+        lines += _accuracy(list(csv.DictReader(path.open())))
     for path in sorted(RESULTS.glob("cpu-*.csv")):
         lines += _cpu(list(csv.DictReader(path.open())))
     return "\n".join(lines) + "\n"
@@ -97,6 +105,22 @@ def _host_cell(row: Row) -> str:
     if not row["host_us"]:
         return row["note"]
     return f"{float(row['host_us']):.1f} ({float(row['rate']):.2f}x)"
+
+
+def _accuracy(rows: list[Row]) -> Iterator[str]:
+    of = rows[0]
+    yield f"## Errors of prefill, {of['gpu']}, torch {of['torch']}, Triton {of['triton']}\n"
+    yield f"Commit {of['commit'][:7]}.\n\n{ACCURACY}"
+    impls = list(dict.fromkeys(row["impl"] for row in rows))
+    yield from _header("case", impls)
+    for case, group in groupby(rows, lambda row: row["case"]):
+        cells = {
+            row["impl"]: f"{float(row['rate']):.2e} ({float(row['error']):.1e})"
+            for row in group
+            if row["rate"]
+        }
+        yield f"| {case} | {' | '.join(cells.get(impl, '') for impl in impls)} |"
+    yield ""
 
 
 def _cpu(rows: list[Row]) -> Iterator[str]:

@@ -232,7 +232,10 @@ def _mask(s, tile, rows, call):
 
 @gluon.jit
 def _zero_rows(tile, valid):
-    """Zeros the rows from `valid` on: a weight of 0 times NaN in unused memory would be NaN."""
+    """Zeros the rows from `valid` on: a weight of 0 times NaN in unused memory would be NaN.
+
+    Every consumer does it, and writes what is there over the other rows: none waits for another.
+    """
     ROWS: gl.constexpr = tile.shape[0]
     ACROSS: gl.constexpr = min(tile.shape[1] // 8, 32)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [4, 1], [1, 0])

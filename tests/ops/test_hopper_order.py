@@ -4,7 +4,7 @@ from itertools import accumulate
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -92,6 +92,10 @@ def expected(q_lens, k_lens, *, paged, kv_heads, group, block_m, most_keys, keys
 
 
 @settings(max_examples=30)
+@example(  # three KV heads, of which two fit: the last stands alone
+    lens=[(700, 0), (200, 0)], consumers=2, kv_heads=3, group=4, keys_in_l2=1500, most_keys=2**30,
+    index=torch.int32, paged=False, has_list=False, copies=1,
+)  # fmt: skip
 @given(
     lens=st.lists(
         st.tuples(
