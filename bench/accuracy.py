@@ -7,23 +7,22 @@ inputs. Prints a table and writes a CSV file.
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 from rich.table import Table
-from torch import Tensor
 
-from bench import formulas, libraries, session
-from bench.case import Case, Inputs, clone, ours
-from bench.checks import row_error
+from bench import libraries, session
+from bench.case import Case, clone, ours
+from bench.checks import row_error, to_double, total_error
+from bench.measure import failed
 from bench.ops import FULL, QUICK
-from bench.prefill import prefills, sequences
+from bench.prefill import exact, prefills
 from bench.results import OURS, ResultsFile, Row, default_path, provenance
 
 UNIT = "relative error"
-NO_PEERS = ("echo-portable", "flex")
+LEFT_OUT = ("echo-portable", "flex")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,26 +56,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 def errors(case: Case, device: torch.device) -> Iterator[Row]:
     torch.manual_seed(0)
     inputs = case.make(device)
-    exact = _exact(inputs)
-    peers = {name: peer for name, peer in case.peers.items() if name not in NO_PEERS}
+    wanted = exact(*map(to_double, inputs))
+    peers = {name: peer for name, peer in case.peers.items() if name not in LEFT_OUT}
     for name, peer in {OURS: ours(case), **peers}.items():
-        row = Row(case.op, case.name, name, unit=UNIT)
         try:
             call = peer.prepare(*clone(inputs))
             with peer.context():
                 out = call()
         except Exception as failure:
-            yield replace(row, note=f"failed: {type(failure).__name__}")
+            yield failed(case, name, failure)
             continue
-        difference = out.reshape(exact.shape).double() - exact
-        total = float(difference.norm() / exact.norm())
-        yield replace(row, rate=total, ok=total < case.tolerance, error=row_error(out, exact))
-
-
-def _exact(inputs: Inputs) -> Tensor:
-    doubles = [x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs]
-    causal, window_left = inputs[-2:]
-    return torch.cat([formulas.attention(*qkv, causal, window_left) for qkv in sequences(*doubles)])
+        total, worst = total_error(out, wanted), row_error(out, wanted)
+        ok = total < case.tolerance
+        yield Row(case.op, case.name, name, rate=total, unit=UNIT, ok=ok, error=worst)
 
 
 def _table(rows: list[Row]) -> Table:

@@ -26,7 +26,7 @@ def against(reference: Callable[..., Outputs]) -> Check:
     """
 
     def check(inputs: Inputs) -> Callable[[Outputs], float]:
-        expected = as_tuple(reference(*map(_to_double, clone(inputs))))
+        expected = as_tuple(reference(*map(to_double, clone(inputs))))
 
         def error(outputs: Outputs) -> float:
             return max(row_error(*pair) for pair in zip(as_tuple(outputs), expected, strict=True))
@@ -47,7 +47,12 @@ def row_error(actual: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((difference / norm.clamp_min(floor)).nan_to_num(nan=torch.inf).max())
 
 
-def _to_double(x: Any) -> Any:
+def total_error(actual: torch.Tensor, wanted: torch.Tensor) -> float:
+    """‖actual - wanted‖ / ‖wanted‖ of all elements together."""
+    return float((actual.reshape(wanted.shape) - wanted).norm() / wanted.norm())
+
+
+def to_double(x: Any) -> Any:
     return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
 

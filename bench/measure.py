@@ -46,7 +46,8 @@ def check_and_time(
     time: Callable[[list[Work]], Iterable[Figures]],
     input_sets: Callable[[Inputs], list[Inputs]],
 ) -> list[Row]:
-    """A row for ours and for each peer. What fails says so in its row and stops nothing else.
+    """A row for ours and for each peer. What fails says so in its row and stops nothing else, but
+    in `time`, which they share.
 
     `prepare` gets the calls of one implementation on different inputs, `time` what it made of those
     of all.
@@ -64,11 +65,14 @@ def check_and_time(
                     with peer.context():
                         works[name] = prepare([peer.prepare(*inputs) for inputs in sets])
                 except Exception as failure:
-                    rows[name] = _failed(case, name, failure)
-        for name, figures in zip(works, time([*works.values()]), strict=True):
-            rows[name] = replace(rows[name], **figures)
+                    rows[name] = failed(case, name, failure)
+        try:
+            for name, figures in zip(works, time([*works.values()]), strict=True):
+                rows[name] = replace(rows[name], **figures)
+        except Exception as failure:
+            rows |= {name: failed(case, name, failure) for name in works}
     except Exception as failure:
-        rows = {OURS: _failed(case, OURS, failure)}
+        rows = {OURS: failed(case, OURS, failure)}
     _free(device)
     return [*rows.values()]
 
@@ -82,7 +86,7 @@ def _check(case: Case, implementations: Mapping[str, Peer], inputs: Inputs) -> d
             with poisoned_allocations() if name == OURS else nullcontext():
                 error = error_of(peer, inputs, judge)
         except Exception as failure:
-            verdicts[name] = _failed(case, name, failure)
+            verdicts[name] = failed(case, name, failure)
             continue
         most = case.tolerance if peer.tolerance is None else peer.tolerance
         ok = error <= most
@@ -91,7 +95,7 @@ def _check(case: Case, implementations: Mapping[str, Peer], inputs: Inputs) -> d
     return verdicts
 
 
-def _failed(case: Case, impl: str, failure: Exception) -> Row:
+def failed(case: Case, impl: str, failure: Exception) -> Row:
     lines = str(failure).strip().splitlines() or [""]
     return Row(case.op, case.name, impl, note=f"failed: {type(failure).__name__}: {lines[0][:200]}")
 

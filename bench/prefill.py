@@ -31,7 +31,7 @@ def _case(s: Suite, prompts: Prefill) -> Case:
         f"{prompts.name}_h{s.heads}/{s.kv_heads}_d{prompts.head_dim}",
         make=lambda d: _make(d, s.heads, s.kv_heads, prompts),
         run=_run,
-        check=against(_formula),
+        check=against(exact),
         tolerance=ATTENTION,
         num_bytes=2 * (tokens * s.heads + keys * s.kv_heads) * prompts.head_dim * BF16,
         num_flops=4 * _visible(prompts) * s.heads * prompts.head_dim,
@@ -114,7 +114,8 @@ def sequences(*arguments: Any) -> Iterator[Sequence]:
         yield query, *(cache[pages.long()].flatten(0, 1)[:length] for cache in (k, v))
 
 
-def _formula(*arguments: Any) -> Tensor:
+def exact(*arguments: Any) -> Tensor:
+    """The formula, in the dtype of the arguments of `_run`."""
     causal, window_left = arguments[-2:]
     return torch.cat(
         [formulas.attention(*qkv, causal, window_left) for qkv in sequences(*arguments)]

@@ -10,12 +10,12 @@ INTRODUCTION = """\
 # Performance
 
 Made by `python -m bench.report` from the files in `bench/results`; the commands that made those are
-`python -m bench.run`, `python -m bench.host_cost`, `python -m bench.accuracy` and
-`python -m bench.cpu_speed`. Losses are in
-it. bf16; microseconds by graph replay with inputs that are not in the L2, in brackets our share of
-the ceiling: a device copy, a streaming read (decode) or a large matrix product (prefill). The best
-of a line is bold. `echo` is ours; `torch` and `compile` are the plain formula, eager and compiled;
-`sdpa-...-dense-kv` gets its keys gathered beforehand, for it cannot read pages.
+`python -m bench.run`, `python -m bench.host_cost`, `python -m bench.accuracy` and `python -m
+bench.cpu_speed`. Losses are in it. bf16; microseconds by graph replay with inputs that are not in
+the L2, in brackets our share of the ceiling: a device copy, a streaming read (decode) or a large
+matrix product (prefill). The best of a line is bold. `echo` is ours; `torch` and `compile` are the
+plain formula, eager and compiled; `sdpa-...-dense-kv` gets its keys gathered beforehand, for it
+cannot read pages.
 """
 HOST = """\
 Microseconds that an eager call keeps the host, in brackets the ratio to `torch.add` of 4 x 4096

@@ -30,9 +30,8 @@ _CPU_SETS = 2  # a CPU's caches are not worth the memory: the times there only t
 _ROUND_US = 2_000.0  # the least that a graph should take: its start costs some microseconds
 _BUDGET_US = 60_000.0
 _TURNS = 8
-_TURN_US = (
-    15_000.0  # a third of it before the time is taken, to be at the implementation's own clock
-)
+# A third of it before the time is taken, to be at the implementation's own clock.
+_TURN_US = 15_000.0
 _WARM_UP_CALLS = 3
 _HOST_CALLS = 32  # between waits: a device's queue holds 1,024 before launching waits for it
 _HOST_ROUNDS = 100

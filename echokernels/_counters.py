@@ -28,14 +28,15 @@ class _Supply:
 
     def take(self) -> torch.Tensor:
         with self.lock:
-            if not self.unused and is_capturing():
+            if self.unused:
+                return self.unused.pop()
+            if is_capturing():
                 # The graph zeroes it itself, before every replay.
                 self.kept.append(torch.zeros(2, dtype=torch.int32, device=self.device))
                 return self.kept[-1]
-            if not self.unused:
-                memory = torch.zeros((_AT_ONCE, 2), dtype=torch.int32, device=self.device)
-                torch.cuda.current_stream(self.device).synchronize()
-                self.unused = [*memory.unbind()]
+            memory = torch.zeros((_AT_ONCE, 2), dtype=torch.int32, device=self.device)
+            torch.cuda.current_stream(self.device).synchronize()
+            self.unused = [*memory.unbind()]
             return self.unused.pop()
 
 

@@ -14,8 +14,8 @@ the rest. For `silu_and_mul(Tensor(a!) out, Tensor x)` it is
         _launch_again(_p0, _p1)
 
 so that Triton's specialisation on pointers that are multiples of 16 bytes is in the key too. A call
-like the one before, as the layers of a model make them, is told by PyTorch's own guards in a
-quarter of the time that its key takes.
+like the one before, as the layers of a model make them, is told by PyTorch's own guards: its key
+would take longer to make.
 """
 
 from collections.abc import Callable, Hashable
@@ -29,7 +29,7 @@ from echokernels._launch import record
 _TEMPLATE = f"""
 def call({{parameters}}):
     {{pointers}}
-    _scalars = ({{scalars}}, ({{any_pointer}}) & 15 and ({{offsets}},))
+    _scalars = ({{scalars}}({{any_pointer}}) & 15 and ({{offsets}},),)
     _scalars_of, _matches, _launch_again = _replays.get(None, _nothing)
     _key = None
     if _scalars != _scalars_of or not _matches({{tensor_names}}):
@@ -92,9 +92,10 @@ def _source(arguments: list[Any], is_tensor: list[bool]) -> str:
             f"{p} = " + _unless_none(a, f"{a.name}.data_ptr()", "0")
             for p, a in zip(pointers, tensors, strict=True)
         ),
-        scalars=", ".join(
-            (f"{a.name} is None" if _optional(a) else "True") if wanted else a.name
+        scalars="".join(
+            f"{a.name} is None, " if wanted else f"{a.name}, "
             for a, wanted in zip(arguments, is_tensor, strict=True)
+            if not wanted or _optional(a)
         ),
         tensor_names=", ".join(a.name for a in tensors),
         metadata=", ".join(_metadata(a) for a in tensors),

@@ -108,14 +108,10 @@ def remember(
 
 def _matcher(tensors: Sequence[torch.Tensor | None]) -> Callable[..., bool]:
     """A function of an op's tensors that are given where those of `tensors` are."""
-    names = [f"t{i}" for i in range(len(tensors))]
-    checks = {
-        f"like_{n}": _guard(t, _guards)
-        for n, t in zip(names, tensors, strict=True)
-        if t is not None
-    }
-    every = " and ".join(f"{check}({check.removeprefix('like_')})" for check in checks)
-    return eval(f"lambda {', '.join(names)}: {every or 'True'}", checks)
+    guards = {i: _guard(t, _guards) for i, t in enumerate(tensors) if t is not None}
+    parameters = ", ".join(f"t{i}" for i in range(len(tensors)))
+    checks = " and ".join(f"like{i}(t{i})" for i in guards) or "True"
+    return eval(f"lambda {parameters}: {checks}", {f"like{i}": g for i, g in guards.items()})
 
 
 def _guard(
@@ -274,12 +270,13 @@ def _launch_all(steps: list[_Step], device: int, num_counters: int, *, remembers
     def replay(*pointers: int) -> None:
         stream = current_stream(device)
         place = (stream, pointers)
-        found = remembered.get(place)
-        if found is None or (num_counters and is_capturing()):
+        is_unique = num_counters > 0 and is_capturing()
+        found = None if is_unique else remembered.get(place)
+        if found is None:
             for _ in range(num_counters):
                 pointers += (counter_on(device, stream).data_ptr(),)
             found = [_values(step, pointers) for step in steps]
-            if remembers and not (num_counters and is_capturing()):
+            if remembers and not is_unique:
                 if len(remembered) >= _MOST_POINTERS:
                     remembered.clear()
                 remembered[place] = found

@@ -5,13 +5,13 @@
 The first run compiles, which under the checker would take long.
 """
 
-from itertools import accumulate
 from typing import Any
 
 import torch
 
 from echokernels import flash_attn_varlen
 from echokernels.attention.prefill import forced_path
+from tests.strategies import boundaries
 
 HEADS, KV_HEADS = 4, 2
 CAUSAL = {"causal": True}
@@ -35,7 +35,7 @@ def inputs(
     head_dim: int, dtype: torch.dtype, num_seqs: int, page_size: int, options: dict[str, Any]
 ) -> tuple[list[torch.Tensor], dict[str, Any]]:
     lens = [[70, 300, 129][i % 3] for i in range(num_seqs)]
-    cu_seqlens = torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device="cuda")
+    cu_seqlens = boundaries(lens, torch.int32, "cuda")
 
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device="cuda").to(dtype)

@@ -46,3 +46,8 @@ def poisoned(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Ten
     if dtype.is_floating_point:
         return torch.full(shape, float("nan"), dtype=dtype, device=device)
     return torch.full(shape, torch.iinfo(dtype).min + 7, dtype=dtype, device=device)
+
+
+def boundaries(lens, dtype, device):
+    """cu_seqlens of sequences of these lengths."""
+    return torch.tensor([0, *torch.tensor(lens).cumsum(0).tolist()], dtype=dtype, device=device)

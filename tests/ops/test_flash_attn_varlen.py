@@ -18,7 +18,7 @@ from tests.ops.attention_oracle import (
     values_scale,
 )
 from tests.ops.paged_cache import make_cache
-from tests.strategies import dtypes, generator, poisoned, randn, seeds, strided_randn
+from tests.strategies import boundaries, dtypes, generator, poisoned, randn, seeds, strided_randn
 from tests.tolerances import assert_close
 
 # (heads, kv_heads): MHA, GQA of 2 and 4, MQA, and groups that are no power of two.
@@ -53,10 +53,6 @@ def path(request):
     """On a GPU every path is tested with calls that would take another one as well."""
     with forced_path(request.param):
         yield request.param
-
-
-def boundaries(lens, dtype, device):
-    return torch.tensor([0, *torch.tensor(lens).cumsum(0).tolist()], dtype=dtype, device=device)
 
 
 @given(

@@ -22,7 +22,7 @@ from echokernels.attention._hopper_order import (
 from echokernels.attention._hopper_work import Call
 from echokernels.attention.prefill import forced_path
 from tests.ops.attention_oracle import Features, attend_ragged, check
-from tests.strategies import generator, poisoned, randn
+from tests.strategies import boundaries, generator, poisoned, randn
 
 pytestmark = pytest.mark.gpu
 
@@ -122,9 +122,7 @@ def test_every_tile_of_every_head_once(
     q_lens = [q for q, _ in lens]
     k_lens = [max(q + more, 0) for q, more in lens]
     S = shape_of(consumers, has_list, paged)
-    cu_seqlens_q, cu_seqlens_k = (
-        torch.tensor([0, *accumulate(lens)], dtype=index, device=cuda) for lens in (q_lens, k_lens)
-    )
+    cu_seqlens_q, cu_seqlens_k = (boundaries(lens, index, cuda) for lens in (q_lens, k_lens))
     seqused_k = torch.tensor(k_lens, dtype=index, device=cuda)
     sequences = (
         cu_seqlens_q, None if paged else cu_seqlens_k, seqused_k if paged else None, len(lens),
@@ -161,10 +159,7 @@ def test_many_sequences(cuda, num_seqs):
     k_lens = [q + [0, 50, 200][i % 3] for i, q in enumerate(q_lens)]
     q = randn(sum(q_lens), 2, 64, dtype=torch.bfloat16, device=cuda, gen=gen)
     k, v = (randn(sum(k_lens), 1, 64, dtype=torch.bfloat16, device=cuda, gen=gen) for _ in range(2))
-    cu_seqlens = [
-        torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=cuda)
-        for lens in (q_lens, k_lens)
-    ]
+    cu_seqlens = [boundaries(lens, torch.int32, cuda) for lens in (q_lens, k_lens)]
     with forced_path("hopper"):
         out, lse = flash_attn_varlen(
             q, k, v, *cu_seqlens, max(q_lens), max(k_lens), causal=True, return_lse=True,
