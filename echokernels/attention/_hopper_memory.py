@@ -138,8 +138,12 @@ def load_rows(desc, row, head, ring, use):
 
 
 @gluon.jit
-def load_page_ids(table_ptr, first, num_pages, COUNT: gl.constexpr):
-    """Pages `first` to `first` + COUNT of a sequence; 0 for those beyond its `num_pages`."""
+def load_page_ids(table_ptr, tile, k_len, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr):
+    """The pages of a key tile of a sequence, or the page that it is a part of; 0 for those beyond
+    the sequence's end."""
+    COUNT: gl.constexpr = max(BLOCK_N // PAGE_SIZE, 1)
+    first = tile * BLOCK_N // PAGE_SIZE
+    num_pages = gl.cdiv(k_len, PAGE_SIZE)
     ids = ()
     for i in gl.static_range(COUNT):
         used = first + i < num_pages
@@ -149,12 +153,15 @@ def load_page_ids(table_ptr, first, num_pages, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def load_pages(desc, ids, head, ring, use, PAGE_SIZE: gl.constexpr):
-    """A tile of the pages `ids`, one below the other. Slots of all pages are rows of `desc`."""
+def load_pages(desc, ids, tile, head, ring, use, PAGE_SIZE: gl.constexpr):
+    """The key tile of the pages `ids`, one below the other."""
     full = ring.acquire(use)
-    tile = ring.tile(use)
-    D: gl.constexpr = tile.shape[1]
-    COUNT: gl.constexpr = tile.shape[0] // PAGE_SIZE
-    for i in gl.static_range(COUNT):
-        page = tile.slice(i * PAGE_SIZE, PAGE_SIZE, 0)
-        tma.async_copy_global_to_shared(desc, [ids[i] * PAGE_SIZE, head * D], full, page)
+    target = ring.tile(use)
+    BLOCK_N: gl.constexpr = target.shape[0]
+    D: gl.constexpr = target.shape[1]
+    ROWS: gl.constexpr = min(PAGE_SIZE, BLOCK_N)
+    slot = tile * BLOCK_N % PAGE_SIZE if PAGE_SIZE > BLOCK_N else 0
+    parts = target.reshape([BLOCK_N // ROWS, ROWS, 1, D])
+    for i in gl.static_range(BLOCK_N // ROWS):
+        part = parts.slice(i, 1, 0)
+        tma.async_copy_global_to_shared(desc, [ids[i], slot, head, 0], full, part)

@@ -69,11 +69,9 @@ def _produce(
             if PAGE_SIZE == 0:
                 load_rows(k_desc, row, kv_head, k_ring, used)
             else:
-                PAGES: gl.constexpr = S.block_n // PAGE_SIZE
                 table_ptr = call.table_ptr + work.seq.to(gl.int64) * call.table_stride
-                num_pages = gl.cdiv(work.k_len, PAGE_SIZE)
-                ids = load_page_ids(table_ptr, tile * PAGES, num_pages, PAGES)
-                load_pages(k_desc, ids, kv_head, k_ring, used, PAGE_SIZE)
+                ids = load_page_ids(table_ptr, tile, work.k_len, PAGE_SIZE, S.block_n)
+                load_pages(k_desc, ids, tile, kv_head, k_ring, used, PAGE_SIZE)
             if i == 0:
                 # After the first keys: the place of the queries is taken for longer.
                 for c in gl.static_range(CONSUMERS):
@@ -82,7 +80,7 @@ def _produce(
             if PAGE_SIZE == 0:
                 load_rows(v_desc, row, kv_head, v_ring, used)
             else:
-                load_pages(v_desc, ids, kv_head, v_ring, used, PAGE_SIZE)
+                load_pages(v_desc, ids, tile, kv_head, v_ring, used, PAGE_SIZE)
             used += 1
             if i == gl.minimum(end - begin - 1, 1):
                 # Now, for two tiles give the time that finding it takes.
@@ -121,7 +119,7 @@ def _prefill_hopper_kernel(
     lse_ptr,  # f32[heads, tokens], or None
     out_desc,  # of the same as out_ptr
     q_desc,  # [tokens, heads, head_dim]
-    k_desc,  # [keys, kv_heads, head_dim], or slots [num_pages * page_size, kv_heads * head_dim]
+    k_desc,  # [keys, kv_heads, head_dim], or [num_pages, page_size, kv_heads, head_dim]
     v_desc,
     counter_ptr,  # i32[2], zeros
     records_ptr,  # i32[num_tiles, 2], or None: a list is not needed
@@ -226,23 +224,14 @@ def can_run(
         return False
     if not 32 < head_dim <= 256 or head_dim % 8 or softmax_scale <= 0:
         return False
-    if block_table is not None and not (_is_one_table(k) and _is_one_table(v)):
+    if block_table is not None and not _fills_tiles(k.shape[1], config(head_dim).block_n):
         return False
     return all(_is_addressable(x) for x in (q, k, v, out))
 
 
-def _is_one_table(pages: torch.Tensor) -> bool:
-    """Slots of all pages are the rows of one table, whose columns are the heads side by side, and a
-    tile of keys is a number of whole pages."""
-    _, page_size, _, head_dim = pages.shape
-    block_d, block_n = triton.next_power_of_2(head_dim), config(head_dim).block_n
-    return (
-        page_size >= 16
-        and block_n % page_size == 0
-        and head_dim == block_d
-        and pages.stride(0) == page_size * pages.stride(1)
-        and pages.stride(2) == head_dim
-    )
+def _fills_tiles(page_size: int, block_n: int) -> bool:
+    """A tile of keys is a number of whole pages, or a page a number of tiles."""
+    return page_size >= 16 and (block_n % page_size == 0 or page_size % block_n == 0)
 
 
 def _is_addressable(x: torch.Tensor) -> bool:
@@ -252,26 +241,18 @@ def _is_addressable(x: torch.Tensor) -> bool:
     return x.data_ptr() % 16 == 0 and all(s > 0 and s % 16 == 0 for s in strides)
 
 
-def _heads_descriptor(x: torch.Tensor, rows: int, block_d: int) -> TensorDescriptor:
-    """Of [tokens, heads, head_dim]: `rows` tokens of one head, columns beyond head_dim zero."""
-    block = [rows, 1, block_d]
+def _descriptor(x: torch.Tensor, rows: int, block_d: int) -> TensorDescriptor:
+    """Of [tokens, heads, head_dim] or [num_pages, page_size, kv_heads, head_dim]: `rows` tokens of
+    one head, columns beyond head_dim zero."""
+    block = [1] * (x.dim() - 3) + [rows, 1, block_d]
     layout = gl.NVMMASharedLayout.get_default_for(block, _GLUON_DTYPES[x.dtype])
     return TensorDescriptor(x, list(x.shape), [*_steps(x), 1], block, layout)
 
 
 def _steps(x: torch.Tensor) -> list[int]:
-    """Strides of tokens and heads. One along a dimension of 1 is never taken, but TMA wants it to
-    be a multiple of 16 bytes."""
-    return [x.stride(i) if x.shape[i] > 1 else 256 for i in range(2)]
-
-
-def _pages_descriptor(x: torch.Tensor) -> TensorDescriptor:
-    """Of [num_pages, page_size, kv_heads, head_dim]: a page of one head."""
-    num_pages, page_size, kv_heads, head_dim = x.shape
-    block = [page_size, head_dim]
-    layout = gl.NVMMASharedLayout.get_default_for(block, _GLUON_DTYPES[x.dtype])
-    shape = [num_pages * page_size, kv_heads * head_dim]
-    return TensorDescriptor(x, shape, [x.stride(1), 1], block, layout)
+    """All strides but the last. One along a dimension of 1 is never taken, but TMA wants it to be a
+    multiple of 16 bytes."""
+    return [x.stride(i) if x.shape[i] > 1 else 256 for i in range(x.dim() - 1)]
 
 
 def launch_hopper(
@@ -340,11 +321,8 @@ def launch_hopper(
         (target.num_sms,),
         out,
         lse,
-        *(_heads_descriptor(x, BLOCK_ROWS.value, block_d) for x in (out, q)),
-        *(
-            _heads_descriptor(x, tile.block_n, block_d) if page_size == 0 else _pages_descriptor(x)
-            for x in (k, v)
-        ),
+        *(_descriptor(x, BLOCK_ROWS.value, block_d) for x in (out, q)),
+        *(_descriptor(x, min(page_size or tile.block_n, tile.block_n), block_d) for x in (k, v)),
         counter(q.device),
         records,
         num_tiles,

@@ -149,13 +149,14 @@ def test_paged(
     lengths=st.lists(st.sampled_from(LONG), min_size=1, max_size=5),
     heads=st.sampled_from([(2, 2), (4, 1), (6, 2)]),
     dtype=st.sampled_from([torch.float16, torch.bfloat16]),
-    page_size=st.sampled_from([0, 0, 16, 32, 64, 128]),
+    page_size=st.sampled_from([0, 0, 16, 32, 64, 128, 256]),
+    head_major=st.booleans(),
     features=features,
     wide=st.booleans(),
     seed=seeds,
 )
 def test_long_sequences(
-    cuda, path, lengths, heads, head_dim, dtype, page_size, features, wide, seed
+    cuda, path, lengths, heads, head_dim, dtype, page_size, head_major, features, wide, seed
 ):
     if path == "hopper":
         pytest.skip("sequences of this length go there by themselves")
@@ -168,7 +169,7 @@ def test_long_sequences(
     # A page a sequence is what packed keys are. Beyond the end, and between, all is NaN.
     cache = make_cache(
         k_lens, page_size=page_size or 128, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype,
-        device=cuda, gen=gen,
+        device=cuda, gen=gen, head_major=head_major,
     )  # fmt: skip
     extra = biases(features, len(q_lens), heads, dtype, cuda, gen)
     if page_size:

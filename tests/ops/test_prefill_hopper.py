@@ -51,11 +51,11 @@ def test_strides():
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-@pytest.mark.parametrize("page_size", [8, 16, 24, 32, 64, 128, 256])
+@pytest.mark.parametrize("page_size", [8, 16, 24, 32, 64, 96, 128, 192, 256])
 def test_pages(head_dim, page_size):
     q, k, table = meta(100, 8, head_dim), meta(50, page_size, 2, head_dim), meta(3, 9)
     block_n = prefill_hopper.config(head_dim).block_n
-    wanted = head_dim != 96 and page_size >= 16 and block_n % page_size == 0
+    wanted = page_size >= 16 and (block_n % page_size == 0 or page_size % block_n == 0)
     assert takes(q, k, block_table=table) == wanted
 
 
@@ -63,8 +63,9 @@ def test_layouts_of_pages():
     q, table = meta(100, 8, 128), meta(3, 9)
     assert takes(q, meta(50, 16, 2, 128), block_table=table)
     head_major = meta(50, 2, 16, 128).transpose(1, 2)
-    assert not takes(q, head_major, block_table=table)
+    assert takes(q, head_major, block_table=table)
     interleaved = meta(50, 2, 16, 2, 128)[:, 0]  # keys and values of a page side by side
-    assert not takes(q, interleaved, block_table=table)
+    assert takes(q, interleaved, block_table=table)
     rows = meta(50, 16, 3, 128)[:, :, :2]  # gaps between slots
     assert takes(q, rows, block_table=table)
+    assert not takes(q, meta(50, 16, 2, 132)[..., :128], block_table=table)  # 264 bytes a head
