@@ -7,6 +7,8 @@ order that all programs share (`_hopper_order`). One warp takes the items and lo
 `prefill.py` does; it takes fp16 and bf16 with head dims up to 256.
 """
 
+from typing import Any
+
 import torch
 import triton
 from triton.experimental import gluon
@@ -275,62 +277,50 @@ def launch_hopper(
 ) -> None:
     """window: (left, right), -1 for all."""
     heads, head_dim = q.shape[1:]
-    block_d = triton.next_power_of_2(head_dim)
-    consumers = tile.block_m // BLOCK_ROWS.value
-    page_size = 0 if block_table is None else k.shape[1]
-    consumer_registers, loader_registers = _REGISTERS[consumers]
     num_seqs = cu_seqlens_q.shape[0] - 1
-    left, right = window
+    most_keys = sum(window) + tile.block_m if min(window) >= 0 else 2**30
     shape = Shape(
-        head_dim=head_dim,
-        block_d=block_d,
-        block_n=tile.block_n,
-        slots=tile.num_stages,
-        q_slots=2 if block_d == 64 else 1,
-        consumers=consumers,
-        page_size=page_size,
-        has_left=left >= 0,
-        has_right=right >= 0,
+        **_sizes(tile, head_dim, 0 if block_table is None else k.shape[1]),
+        has_left=window[0] >= 0,
+        has_right=window[1] >= 0,
         has_softcap=softcap > 0,
         has_alibi=alibi_slopes is not None,
         has_sinks=sinks is not None,
         has_lse=lse is not None,
         # With softcap and a window a loop without masks would not fit the registers.
-        masks_all=softcap > 0 and left >= 0,
-        stages_output=block_d < 256,  # else there is no shared memory left
+        masks_all=softcap > 0 and window[0] >= 0,
         has_list=num_seqs > TABLE.value,
         has_cu_seqlens_k=cu_seqlens_k is not None,
         has_seqused_k=seqused_k is not None,
     )
-    sequences = (
-        cu_seqlens_q,
-        cu_seqlens_k,
-        seqused_k,
-        num_seqs,
-        left + tile.block_m + right if min(window) >= 0 else 2**30,
-    )
+    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_k)
     records = num_tiles = None
     if shape.has_list:
-        max_tiles = q.shape[0] // tile.block_m + num_seqs
-        records = scratch((max_tiles, 2), torch.int32, q.device)
+        records = scratch((q.shape[0] // tile.block_m + num_seqs, 2), torch.int32, q.device)
         num_tiles = scratch((1,), torch.int32, q.device)
         grid = (triton.cdiv(num_seqs, TABLE.value),)
-        launch(list_kernel, grid, records, num_tiles, *sequences, S=shape, num_warps=4)
+        launch(
+            list_kernel, grid, records, num_tiles, *lengths, num_seqs, most_keys, S=shape,
+            num_warps=4,
+        )  # fmt: skip
+    key_rows = min(shape.page_size or tile.block_n, tile.block_n)
+    consumer_registers, loader_registers = _REGISTERS[shape.consumers]
     launch(
         _prefill_hopper_kernel,
         (target.num_sms,),
         out,
         lse,
-        *(_descriptor(x, BLOCK_ROWS.value, block_d) for x in (out, q)),
-        *(_descriptor(x, min(page_size or tile.block_n, tile.block_n), block_d) for x in (k, v)),
+        *(_descriptor(x, BLOCK_ROWS.value, shape.block_d) for x in (out, q)),
+        *(_descriptor(x, key_rows, shape.block_d) for x in (k, v)),
         counter(q.device),
         records,
         num_tiles,
-        *sequences[:3],
+        *lengths,
         block_table,
         alibi_slopes,
         sinks,
-        *sequences[3:],
+        num_seqs,
+        most_keys,
         heads,
         heads // k.shape[-2],
         _L2_BYTES // (2 * head_dim * k.element_size()),
@@ -338,8 +328,7 @@ def launch_hopper(
         *((0, 0) if lse is None else lse.stride()),
         0 if block_table is None else block_table.stride(0),
         alibi_stride(alibi_slopes),
-        left,
-        right,
+        *window,
         softmax_scale * _LOG2_E,
         softcap * _LOG2_E,
         S=shape,
@@ -347,3 +336,19 @@ def launch_hopper(
         LOADER_REGISTERS=loader_registers,
         num_warps=4,
     )
+
+
+def _sizes(tile: TileConfig, head_dim: int, page_size: int) -> dict[str, Any]:
+    """Those of a Shape."""
+    block_d = triton.next_power_of_2(head_dim)
+    return {
+        "head_dim": head_dim,
+        "block_d": block_d,
+        "block_n": tile.block_n,
+        "slots": tile.num_stages,
+        # A consumer that is done first need not wait for the queries of the last.
+        "q_slots": 2 if block_d == 64 else 1,
+        "consumers": tile.block_m // BLOCK_ROWS.value,
+        "page_size": page_size,
+        "stages_output": block_d < 256,  # else there is no shared memory left
+    }
