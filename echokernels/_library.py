@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from echokernels import _checks
-from echokernels._dispatch import cached_call
+from echokernels import _checks, _replay
+from echokernels._dispatch import cached_call, shortcut
 from echokernels._target import INTERPRETED
 
 NVTX = os.environ.get("ECHOKERNELS_NVTX") == "1"
@@ -46,7 +46,7 @@ def define_op(
     reference: Callable[..., None],
     debug_check: Callable[..., None] | None = None,
 ) -> Callable[..., None]:
-    """Registers `torch.ops.echo.<name>` and returns its overload.
+    """Registers `torch.ops.echo.<name>` and returns what calls it at the least cost.
 
     CUDA tensors get `triton`, the launcher, or a replay of what it launched for the same metadata
     (see _dispatch.py); CPU tensors get `reference`, the plain PyTorch form, or the launcher itself
@@ -59,17 +59,19 @@ def define_op(
     name = schema[: schema.index("(")]
     op = Op(name, schema, check, triton, reference, debug_check)
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, _on_cuda(op), "CUDA")
+    replays = _replay.new_cache()
+    _library.impl(name, _on_cuda(op, replays), "CUDA")
     _library.impl(name, _checked(op, triton if INTERPRETED else reference), "CPU")
     torch.library.register_fake(f"echo::{name}", _checked(op, _nothing), lib=_library)
     OPS[name] = op
-    return getattr(torch.ops.echo, name).default
+    overload = getattr(torch.ops.echo, name).default
+    return overload if NVTX or _checks.DEBUG else shortcut(schema, overload, replays)
 
 
-def _on_cuda(op: Op) -> Callable[..., None]:
+def _on_cuda(op: Op, replays: _replay.Cache) -> Callable[..., None]:
     call = _checked(op, op.triton)
     if not _checks.DEBUG:
-        call = cached_call(op.schema, call)
+        call = cached_call(op.schema, call, replays)
     return _in_range(f"echo::{op.name}", call) if NVTX else call
 
 

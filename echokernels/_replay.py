@@ -106,6 +106,17 @@ def remember(
     cache[key] = Known(key[0], _matcher(tensors), replay)
 
 
+def renewed(
+    cache: Cache, key: tuple[Hashable, ...], tensors: Sequence[torch.Tensor | None]
+) -> Known:
+    """What is kept of `key`, with guards that match `tensors`: they also tell modes of PyTorch
+    apart that no key has, such as inference mode."""
+    known = cache[key]
+    if _guards is not None:
+        known = cache[key] = known._replace(matches=_matcher(tensors))
+    return known
+
+
 def _matcher(tensors: Sequence[torch.Tensor | None]) -> Callable[..., bool]:
     """A function of an op's tensors that are given where those of `tensors` are."""
     guards = {i: _guard(t, _guards) for i, t in enumerate(tensors) if t is not None}

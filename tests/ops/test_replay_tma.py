@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from echokernels import _launch
+from echokernels import _launch, _replay
 from echokernels._dispatch import cached_call
 
 ROWS, COLUMNS = 64, 64
@@ -43,7 +43,8 @@ def _copy_tile(out, x):
 def test_a_descriptor_follows_its_tensor(cuda, monkeypatch):
     if torch.cuda.get_device_capability(cuda)[0] != 9:
         pytest.skip("TMA of this test needs sm_90")
-    copy = cached_call("copy_tile(Tensor(a!) out, Tensor x) -> ()", _copy_tile)
+    schema = "copy_tile(Tensor(a!) out, Tensor x) -> ()"
+    copy = cached_call(schema, _copy_tile, _replay.new_cache())
     slow = []
     run = _launch._run
     monkeypatch.setattr(_launch, "_run", lambda *args: slow.append(args) or run(*args))
