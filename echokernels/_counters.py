@@ -1,7 +1,7 @@
 """Counters in device memory that the programs of one launch share.
 
-Both numbers of a counter are 0 before the launch, and its programs leave them so: the last one to
-end sets them back. Zeroing them by a kernel of its own would cost as much as launching a small
+All numbers of a counter are 0 before the launch, and its programs leave them so: the last one to
+use one sets it back. Zeroing them by a kernel of its own would cost as much as launching a small
 kernel, on the host and on the device.
 
 Launches on one stream follow one another and share a counter. A launch that is captured into a CUDA
@@ -17,10 +17,11 @@ _AT_ONCE = 4096  # counters of an allocation; captured launches use one each, st
 
 
 class _Supply:
-    """Of one device."""
+    """Of one device, for counters of `count` numbers."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, count: int) -> None:
         self.device = device
+        self.count = count
         self.lock = threading.Lock()
         self.of_stream: dict[int, torch.Tensor] = {}
         self.unused: list[torch.Tensor] = []
@@ -32,9 +33,9 @@ class _Supply:
                 return self.unused.pop()
             if is_capturing():
                 # The graph zeroes it itself, before every replay.
-                self.kept.append(torch.zeros(2, dtype=torch.int32, device=self.device))
+                self.kept.append(torch.zeros(self.count, dtype=torch.int32, device=self.device))
                 return self.kept[-1]
-            memory = torch.zeros((_AT_ONCE, 2), dtype=torch.int32, device=self.device)
+            memory = torch.zeros((_AT_ONCE, self.count), dtype=torch.int32, device=self.device)
             torch.cuda.current_stream(self.device).synchronize()
             self.unused = [*memory.unbind()]
             return self.unused.pop()
@@ -45,23 +46,24 @@ is_capturing: Callable[[], bool] = (
 )
 """Whether the current stream is; PyTorch's own function of this name costs twice as much."""
 
-_supplies: dict[int, _Supply] = {}
+_supplies: dict[tuple[int, int], _Supply] = {}
 
 
-def counter(device: torch.device) -> torch.Tensor:
-    """Int32 [2], zeros, for one launch on the current stream of `device`."""
+def counter(device: torch.device, count: int) -> torch.Tensor:
+    """Int32 [count], zeros, for one launch on the current stream of `device`."""
     if device.type != "cuda":
-        return torch.zeros(2, dtype=torch.int32, device=device)
+        return torch.zeros(count, dtype=torch.int32, device=device)
     index = torch.cuda.current_device() if device.index is None else device.index
     with torch.cuda.device(index):
-        return counter_on(index, torch.cuda.current_stream().cuda_stream)
+        return counter_on(index, torch.cuda.current_stream().cuda_stream, count)
 
 
-def counter_on(device: int, stream: int) -> torch.Tensor:
+def counter_on(device: int, stream: int, count: int) -> torch.Tensor:
     """The same by a stream's handle; device and stream are the current ones."""
-    supply = _supplies.get(device)
+    supply = _supplies.get((device, count))
     if supply is None:
-        supply = _supplies.setdefault(device, _Supply(torch.device("cuda", device)))
+        new = _Supply(torch.device("cuda", device), count)
+        supply = _supplies.setdefault((device, count), new)
     if is_capturing():
         return supply.take()
     found = supply.of_stream.get(stream)

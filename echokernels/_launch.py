@@ -85,9 +85,9 @@ def scratch(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
     return memory
 
 
-def counter(device: torch.device) -> torch.Tensor:
-    """Int32 [2], zeros, that the programs of one launch share and leave as zeros."""
-    memory = _counters.counter(device)
+def counter(device: torch.device, count: int) -> torch.Tensor:
+    """Int32 [count], zeros, that the programs of one launch share and leave as zeros."""
+    memory = _counters.counter(device, count)
     if (recording := _this_thread.recording) is not None:
         recording.counters.append(memory)
     return memory

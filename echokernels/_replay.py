@@ -176,7 +176,8 @@ def _make_replay(recording: Recording, tensors: Sequence[torch.Tensor | None]) -
     if _is_plain(steps) and not recording.counters:
         replay = _launch_plain(steps[0], device)
     else:
-        replay = _launch_all(steps, device, len(recording.counters), remembers=not scratch)
+        counts = [c.numel() for c in recording.counters]
+        replay = _launch_all(steps, device, counts, remembers=not scratch)
     if scratch:
         replay = _with_scratch(replay, scratch)
     return replay if torch.cuda.device_count() == 1 else _on_device(replay, device)
@@ -272,20 +273,19 @@ def _launch_plain(step: _Step, device: int) -> Replay:
     return replay
 
 
-def _launch_all(steps: list[_Step], device: int, num_counters: int, *, remembers: bool) -> Replay:
-    """`remembers`: the values of parameters for pointers that come again, as those of activations
-    do in every layer of a model."""
+def _launch_all(steps: list[_Step], device: int, counts: list[int], *, remembers: bool) -> Replay:
+    """`counts`: the sizes of the counters. `remembers`: the values of parameters for pointers that
+    come again, as those of activations do in every layer of a model."""
     remembered: dict[tuple[int, tuple[int, ...]], list[list[Any]]] = {}
     current_stream = torch._C._cuda_getCurrentRawStream
 
     def replay(*pointers: int) -> None:
         stream = current_stream(device)
         place = (stream, pointers)
-        is_unique = num_counters > 0 and is_capturing()
+        is_unique = bool(counts) and is_capturing()
         found = None if is_unique else remembered.get(place)
         if found is None:
-            for _ in range(num_counters):
-                pointers += (counter_on(device, stream).data_ptr(),)
+            pointers += tuple(counter_on(device, stream, n).data_ptr() for n in counts)
             found = [_values(step, pointers) for step in steps]
             if remembers and not is_unique:
                 if len(remembered) >= _MOST_POINTERS:

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from echokernels._gluon_compat import aggregate
-from echokernels.attention._hopper_memory import BLOCK_ROWS
+from echokernels.attention._hopper_memory import BLOCK_ROWS, zero_rows
 from echokernels.attention._hopper_softmax import (
     NOTHING,
     as_operand,
@@ -140,7 +140,7 @@ def _first_tile(q, k_ring, v_ring, use, tile, rows, call):
     valid = rows.k_len - tile * S.block_n
     if valid < S.block_n:
         v_ring.wait_full(use)
-        _zero_rows(v_ring.tile(use), valid)
+        zero_rows(v_ring.tile(use), valid)
     acc = gl.zeros([BLOCK_ROWS, BLOCK_D], gl.float32, OUT)
     return acc, base, l, p
 
@@ -228,21 +228,6 @@ def _mask(s, tile, rows, call):
     if S.has_left:
         seen = seen & (key >= at - call.window_left)
     return gl.where(seen, s, NOTHING)
-
-
-@gluon.jit
-def _zero_rows(tile, valid):
-    """Zeros the rows from `valid` on: a weight of 0 times NaN in unused memory would be NaN.
-
-    Every consumer does it, and writes what is there over the other rows: none waits for another.
-    """
-    ROWS: gl.constexpr = tile.shape[0]
-    ACROSS: gl.constexpr = min(tile.shape[1] // 8, 32)
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
-    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))[:, None]
-    x = tile.load(layout)
-    tile.store(gl.where(row < valid, x, 0.0).to(x.dtype))
-    fence_async_shared()
 
 
 @gluon.jit

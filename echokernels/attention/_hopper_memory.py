@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from echokernels._gluon_compat import aggregate
 
@@ -165,3 +165,19 @@ def load_pages(desc, ids, tile, head, ring, use, PAGE_SIZE: gl.constexpr):
     for i in gl.static_range(BLOCK_N // ROWS):
         part = parts.slice(i, 1, 0)
         tma.async_copy_global_to_shared(desc, [ids[i], slot, head, 0], full, part)
+
+
+@gluon.jit
+def zero_rows(tile, valid):
+    """Zeros the rows from `valid` on: a weight of 0 times NaN in unused memory would be NaN.
+
+    Every consumer, of four warps, does it and writes what is there over the other rows: none waits
+    for another.
+    """
+    ROWS: gl.constexpr = tile.shape[0]
+    ACROSS: gl.constexpr = min(tile.shape[1] // 8, 32)
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))[:, None]
+    x = tile.load(layout)
+    tile.store(gl.where(row < valid, x, 0.0).to(x.dtype))
+    fence_async_shared()

@@ -12,11 +12,6 @@ Mutates `out` and `lse`, only at tokens of a sequence: those before cu_seqlens_q
 cu_seqlens_q[-1] on are left alone.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Literal
-
 import torch
 import triton
 import triton.language as tl
@@ -30,7 +25,6 @@ from echokernels._checks import (
 )
 from echokernels._launch import launch
 from echokernels._library import define_op
-from echokernels._replay import bypass
 from echokernels._target import INTERPRETED, Target, target_of
 from echokernels._tuning import TileConfig, select
 from echokernels.attention import prefill_hopper, reference
@@ -46,20 +40,8 @@ from echokernels.attention._arguments import (
     check_pages,
     check_queries,
 )
+from echokernels.attention._path import current_path
 from echokernels.attention._tile import attend_tile, store_tile
-
-_path: ContextVar[str] = ContextVar("echokernels_prefill_path", default="auto")
-
-
-@contextmanager
-def forced_path(path: Literal["auto", "portable", "hopper"]) -> Iterator[None]:
-    """Within the context, prefill runs the portable kernel, or that for Hopper wherever it can."""
-    token = _path.set(path)
-    try:
-        with bypass():
-            yield
-    finally:
-        _path.reset(token)
 
 
 # Index tensors may be slices at any offset of larger buffers: their alignment varies at run time.
@@ -163,7 +145,7 @@ def _flash_attn_varlen_kernel(
 def _wants_hopper(max_seqlen_q: int) -> bool:
     # Its tiles are of one head, so in short chunks most rows are masked; the portable kernel packs
     # the heads of a group. On an H200 they are even at 64 tokens, with 1 to 8 heads in a group.
-    path = _path.get()
+    path = current_path()
     return path == "hopper" or (path == "auto" and max_seqlen_q > 64)
 
 

@@ -13,7 +13,6 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from echokernels._launch import counter, launch, scratch
 from echokernels._target import Target
@@ -39,6 +38,13 @@ from echokernels.attention._hopper_order import (
     take_item,
     work_of,
 )
+from echokernels.attention._hopper_tma import (
+    GLUON_DTYPES,
+    descriptor,
+    fills_tiles,
+    is_addressable,
+    steps,
+)
 from echokernels.attention._hopper_work import Call, key_tiles, send_work
 
 # Each program of the list looks at all sequences.
@@ -46,7 +52,6 @@ _MOST_SEQS = 4096
 # Keys and values that the L2 keeps while queries and outputs pass through it as well.
 _L2_BYTES = 32 * 2**20
 _LOG2_E = 1.4426950408889634
-_GLUON_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 
 @gluon.jit
@@ -219,42 +224,16 @@ def can_run(
     softmax_scale: float,
 ) -> bool:
     """Whether the kernel takes this call: what TMA cannot address is left to the portable one."""
-    if not target.runs_hopper_kernels or q.dtype not in _GLUON_DTYPES:
+    if not target.runs_hopper_kernels or q.dtype not in GLUON_DTYPES:
         return False
     head_dim = q.shape[-1]
     if k.shape[0] == 0 or num_seqs > _MOST_SEQS:
         return False
     if not 32 < head_dim <= 256 or head_dim % 8 or softmax_scale <= 0:
         return False
-    if block_table is not None and not _fills_tiles(k.shape[1], config(head_dim).block_n):
+    if block_table is not None and not fills_tiles(k.shape[1], config(head_dim).block_n):
         return False
-    return all(_is_addressable(x) for x in (q, k, v, out))
-
-
-def _fills_tiles(page_size: int, block_n: int) -> bool:
-    """A tile of keys is a number of whole pages, or a page a number of tiles."""
-    return page_size >= 16 and (block_n % page_size == 0 or page_size % block_n == 0)
-
-
-def _is_addressable(x: torch.Tensor) -> bool:
-    """TMA wants 16-byte steps, and none of 0."""
-    item = x.element_size()
-    strides = [x.stride(i) * item for i in range(x.dim() - 1) if x.shape[i] > 1]
-    return x.data_ptr() % 16 == 0 and all(s > 0 and s % 16 == 0 for s in strides)
-
-
-def _descriptor(x: torch.Tensor, rows: int, block_d: int) -> TensorDescriptor:
-    """Of [tokens, heads, head_dim] or [num_pages, page_size, kv_heads, head_dim]: `rows` tokens of
-    one head, columns beyond head_dim zero."""
-    block = [1] * (x.dim() - 3) + [rows, 1, block_d]
-    layout = gl.NVMMASharedLayout.get_default_for(block, _GLUON_DTYPES[x.dtype])
-    return TensorDescriptor(x, list(x.shape), [*_steps(x), 1], block, layout)
-
-
-def _steps(x: torch.Tensor) -> list[int]:
-    """All strides but the last. One along a dimension of 1 is never taken, but TMA wants it to be a
-    multiple of 16 bytes."""
-    return [x.stride(i) if x.shape[i] > 1 else 256 for i in range(x.dim() - 1)]
+    return all(is_addressable(x) for x in (q, k, v, out))
 
 
 def launch_hopper(
@@ -310,9 +289,9 @@ def launch_hopper(
         (target.num_sms,),
         out,
         lse,
-        *(_descriptor(x, BLOCK_ROWS.value, shape.block_d) for x in (out, q)),
-        *(_descriptor(x, key_rows, shape.block_d) for x in (k, v)),
-        counter(q.device),
+        *(descriptor(x, BLOCK_ROWS.value, shape.block_d) for x in (out, q)),
+        *(descriptor(x, key_rows, shape.block_d) for x in (k, v)),
+        counter(q.device, 2),
         records,
         num_tiles,
         *lengths,
@@ -324,7 +303,7 @@ def launch_hopper(
         heads,
         heads // k.shape[-2],
         _L2_BYTES // (2 * head_dim * k.element_size()),
-        *_steps(out),
+        *steps(out),
         *((0, 0) if lse is None else lse.stride()),
         0 if block_table is None else block_table.stride(0),
         alibi_stride(alibi_slopes),

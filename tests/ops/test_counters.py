@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from echokernels import _counters, flash_attn_varlen
-from echokernels.attention.prefill import forced_path
+from echokernels.attention._path import forced_path
 
 
 def test_without_a_gpu_each_is_fresh():
-    first, second = (_counters.counter(torch.device("cpu")) for _ in range(2))
+    first, second = (_counters.counter(torch.device("cpu"), 2) for _ in range(2))
     assert first.tolist() == second.tolist() == [0, 0]
     assert first.data_ptr() != second.data_ptr()
 
@@ -16,7 +16,7 @@ def test_without_a_gpu_each_is_fresh():
 @pytest.mark.gpu
 def test_one_for_each_stream_and_for_each_captured_launch(cuda):
     def here():
-        return _counters.counter(cuda).data_ptr()
+        return _counters.counter(cuda, 2).data_ptr()
 
     side = torch.cuda.Stream()
     first = here()
@@ -34,13 +34,13 @@ def test_one_for_each_stream_and_for_each_captured_launch(cuda):
 
 @pytest.mark.gpu
 def test_a_capture_with_no_counter_left_zeroes_its_own(cuda, monkeypatch):
-    _counters.counter(cuda)
-    supply = _counters._supplies[torch.cuda.current_device()]
+    _counters.counter(cuda, 2)
+    supply = _counters._supplies[torch.cuda.current_device(), 2]
     monkeypatch.setattr(supply, "unused", [])
     monkeypatch.setattr(supply, "kept", [])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        counter = _counters.counter(cuda)
+        counter = _counters.counter(cuda, 2)
     counter.fill_(7)
     graph.replay()
     assert counter.tolist() == [0, 0]
@@ -74,5 +74,5 @@ def test_launches_leave_zeros(cuda):
         outs = [attend(), beside, *captured]
         torch.cuda.synchronize()
         assert all(torch.equal(out, first) for out in outs)
-    supply = _counters._supplies[torch.cuda.current_device()]
+    supply = _counters._supplies[torch.cuda.current_device(), 2]
     assert not any(counter.any() for counter in supply.of_stream.values())

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from echokernels import flash_attn_varlen
 from echokernels._target import INTERPRETED, KNOWN_TARGETS
-from echokernels.attention.prefill import _config, forced_path
+from echokernels.attention._path import forced_path
+from echokernels.attention.prefill import _config
 from tests.ops.attention_oracle import (
     Features,
     attend_ragged,

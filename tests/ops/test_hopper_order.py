@@ -20,7 +20,7 @@ from echokernels.attention._hopper_order import (
     work_of,
 )
 from echokernels.attention._hopper_work import Call
-from echokernels.attention.prefill import forced_path
+from echokernels.attention._path import forced_path
 from tests.ops.attention_oracle import Features, attend_ragged, check
 from tests.strategies import boundaries, generator, poisoned, randn
 

@@ -177,9 +177,9 @@ def test_counters_are_those_of_the_stream_at_each_replay(kernel, monkeypatch):
     counters = {"a": torch.zeros(2, dtype=torch.int32), "b": torch.zeros(2, dtype=torch.int32)}
     current = ["a"]
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: current[0])
-    monkeypatch.setattr(_launch._counters, "counter", lambda _: counters[current[0]])
-    monkeypatch.setattr(_replay, "counter_on", lambda _device, _stream: counters[current[0]])
-    call = op(kernel, extra=lambda out, _: _launch.counter(out.device))
+    monkeypatch.setattr(_launch._counters, "counter", lambda *_: counters[current[0]])
+    monkeypatch.setattr(_replay, "counter_on", lambda *_: counters[current[0]])
+    call = op(kernel, extra=lambda out, _: _launch.counter(out.device, 2))
     pairs = [(torch.zeros(4, 8), torch.zeros(4, 8)) for _ in range(2)]
     call(*pairs[0])
     for stream in ("a", "b", "a", "b"):
@@ -202,7 +202,7 @@ def test_each_captured_replay_takes_a_counter(kernel, monkeypatch):
     monkeypatch.setattr(_launch._counters, "counter", take)
     monkeypatch.setattr(_replay, "counter_on", take)
     monkeypatch.setattr(_replay, "is_capturing", lambda: True)
-    call = op(kernel, extra=lambda out, _: _launch.counter(out.device))
+    call = op(kernel, extra=lambda out, _: _launch.counter(out.device, 2))
     out, x = torch.zeros(4, 8), torch.zeros(4, 8)
     for _ in range(3):
         call(out, x)
