@@ -174,7 +174,7 @@ def info() -> None:
         "triton": importlib.metadata.version("triton"),
         "devices": ", ".join([*gpus, f"cpu ({torch.get_num_threads()} threads)"]),
         "on CUDA": "Triton kernels",
-        "prefill": ", ".join(map(_prefill_path, range(len(gpus)))) or "portable Triton",
+        "attention": ", ".join(map(_attention_path, range(len(gpus)))) or "portable Triton",
         "on CPU": "Triton kernels, interpreted" if INTERPRETED else "PyTorch references",
         "ops": ", ".join(f"echo::{name}" for name in sorted(OPS)),
     }
@@ -182,7 +182,7 @@ def info() -> None:
         print(f"{name:<12} {value}")
 
 
-def _prefill_path(gpu: int) -> str:
+def _attention_path(gpu: int) -> str:
     import torch
 
     from echokernels._target import target_of

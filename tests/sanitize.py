@@ -1,4 +1,4 @@
-"""One call of each variant of the prefill for Hopper, under a memory checker:
+"""One call of each variant of the kernels for Hopper, under a memory checker:
 
     python -m tests.sanitize && compute-sanitizer --tool memcheck python -m tests.sanitize
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from echokernels import flash_attn_varlen
-from echokernels.attention.prefill import forced_path
+from echokernels import flash_attn_varlen, paged_attention
+from echokernels.attention._path import forced_path
 from tests.strategies import boundaries
 
 HEADS, KV_HEADS = 4, 2
@@ -28,6 +28,13 @@ VARIANTS: dict[str, tuple[int, torch.dtype, int, int, dict[str, Any]]] = {
     "d64-pages": (64, torch.float16, 3, 64, CAUSAL),
     "d96": (96, torch.bfloat16, 3, 0, CAUSAL),
     "d256": (256, torch.bfloat16, 3, 0, CAUSAL),
+}
+
+DECODES: dict[str, tuple[int, torch.dtype, int, int, dict[str, Any]]] = {
+    "decode": (128, torch.bfloat16, 3, 16, {}),
+    "decode-many": (128, torch.bfloat16, 200, 16, {}),  # two programs on an SM
+    "decode-d64": (64, torch.float16, 3, 64, {"window": (70, -1), "softcap": 20.0}),
+    "decode-biased": (96, torch.bfloat16, 3, 256, {"biased": True}),
 }
 
 
@@ -64,6 +71,17 @@ def main() -> None:
             want, want_lse = flash_attn_varlen(*args, **options)
         torch.testing.assert_close(out, want, rtol=0, atol=3e-2)
         torch.testing.assert_close(lse, want_lse, rtol=0, atol=1e-3)
+        print(name, "ok", flush=True)
+    for name, (head_dim, dtype, num_seqs, page_size, given) in DECODES.items():
+        (_, k, v, _), options = inputs(head_dim, dtype, num_seqs, page_size, given)
+        del options["max_seqlen_q"]
+        q = torch.randn(num_seqs, HEADS, head_dim, device="cuda").to(dtype)
+        results = []
+        for path in ("hopper", "portable"):
+            with torch.inference_mode(), forced_path(path):
+                results.append(paged_attention(q, k, v, **options))
+        for actual, expected in zip(*results, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=0, atol=3e-2)
         print(name, "ok", flush=True)
 
 

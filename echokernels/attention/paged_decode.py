@@ -21,7 +21,7 @@ from echokernels._launch import launch
 from echokernels._library import define_op
 from echokernels._target import INTERPRETED, Target, target_of
 from echokernels._tuning import TileConfig, select
-from echokernels.attention import reference
+from echokernels.attention import decode_hopper, reference
 from echokernels.attention._arguments import (
     alibi_stride,
     check_biases,
@@ -33,6 +33,7 @@ from echokernels.attention._arguments import (
     check_pages,
     check_queries,
 )
+from echokernels.attention._path import current_path
 from echokernels.attention._split_k import chunks, merge_splits_kernel, query_range
 from echokernels.attention._tile import attend_tile, store_tile
 from echokernels.attention.split import (
@@ -178,6 +179,11 @@ def _config(head_dim: int, itemsize: int, rows: int, target: Target) -> TileConf
     return TileConfig(block_m, block_n, num_warps, num_stages)
 
 
+def _wants_hopper(num_splits: int, kv_split_size: int) -> bool:
+    """Only where splits are neither forced nor to be independent of the batch."""
+    return num_splits == 0 and kv_split_size == 0 and current_path() != "portable"
+
+
 def _check(
     out: torch.Tensor,
     lse: torch.Tensor | None,
@@ -267,9 +273,18 @@ def _launch(
     num_seqs = seqused_k.shape[0]
     if num_tokens == 0 or heads == 0 or num_seqs == 0:
         return
+    target = target_of(q.device)
+    if _wants_hopper(num_splits, kv_split_size) and decode_hopper.can_run(
+        target, q, k_cache, v_cache, num_seqs, max_seqlen_q, softmax_scale
+    ):
+        decode_hopper.launch_hopper(
+            target, out, lse, q, k_cache, v_cache, block_table, seqused_k, cu_seqlens_q,
+            max_seqlen_q, softmax_scale, (window_left, 0 if causal else window_right), softcap,
+            alibi_slopes, sinks, workspace,
+        )  # fmt: skip
+        return
     page_size, kv_heads = k_cache.shape[1:3]
     group = heads // kv_heads
-    target = target_of(q.device)
     # Batch invariance: the tile must not follow the longest query of the batch.
     rows = (MAX_QUERIES if kv_split_size > 0 and cu_seqlens_q is not None else max_seqlen_q) * group
     key = (head_dim, q.element_size(), min(triton.next_power_of_2(rows), 64), target.name)
@@ -284,7 +299,9 @@ def _launch(
         block_table.shape[1] * page_size,
         target.num_sms,
     )
-    partial_out, partial_lse = partials(workspace, q, splits) if splits > 1 else (None, None)
+    partial_out, partial_lse = (
+        partials(workspace, q, splits * num_tokens * heads) if splits > 1 else (None, None)
+    )
     split_divisor = INVARIANT_SPLITS if kv_split_size > 0 else splits
     min_chunk = kv_split_size if kv_split_size > 0 else 1 if num_splits > 0 else MIN_KEYS
     lse_strides = (0, 0) if lse is None else lse.stride()

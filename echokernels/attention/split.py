@@ -1,9 +1,14 @@
 """How a sequence's keys are split among programs (flash decoding): pure functions, no GPU.
 
 The grid and the workspace come from capacity (batch, KV heads, table width, SM count), never from
-lengths on the host; each program finds its own chunk from `seqused_k`, so a captured graph serves
-any lengths. How a program finds its chunk is `chunks` in `_split_k.py`.
+lengths on the host; each program finds its own part from `seqused_k`, so a captured graph serves
+any lengths. The portable kernels split every sequence into chunks (`chunks` in `_split_k.py`), that
+for Hopper cuts all of them into equal shares (`_hopper_shares.py`; the same rules in Python here).
 """
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
 
 MAX_SPLITS = 128
 INVARIANT_SPLITS = 32
@@ -14,6 +19,10 @@ MAX_QUERIES = 16
 
 MIN_KEYS = 64
 """Keys that are not worth splitting: one tile."""
+
+MOST_SHARES_PER_SM = 2
+MOST_SHARED_ROWS = 64
+"""Rows of (query, head of the group) of a sequence whose keys are cut into equal shares."""
 
 # What an SM holds at once (H200: 512 programs are best at 1 x 32k, 1 x 128k, 8 x 8k and 64 x 8k);
 # more of them write more partials and leave a ragged last wave.
@@ -56,5 +65,47 @@ def most_split_rows(
     )
 
 
+def most_piece_rows(max_tokens: int, num_heads: int, kv_heads: int, num_sms: int) -> int:
+    """The most rows of the pieces that equal shares leave: two for each program."""
+    rows = min(num_heads // kv_heads * min(max_tokens, MAX_QUERIES), MOST_SHARED_ROWS)
+    return 2 * rows * max(MOST_SHARES_PER_SM * num_sms, kv_heads)
+
+
 def _cdiv(a: int, b: int) -> int:
     return -(-a // b)
+
+
+def share_cuts(tiles: Sequence[int], most_shares: int) -> list[int]:
+    """Where the shares of `_hopper_shares.py` begin, and the last one ends: the number of key tiles
+    before, over sequences of so many `tiles` each."""
+    total, longest = sum(tiles), max(tiles, default=0)
+    count = max(min(most_shares, total), 1)
+    size, larger = divmod(total, count)
+    near = size // 8
+    present = sum(number > 0 for number in tiles)
+    if longest <= size and longest * present * 16 <= total * 17:
+        near = longest // 2
+    ends = [*accumulate(tiles)]
+    begins = [share * size + min(share, larger) for share in range(count + 1)]
+    return [_moved_to_edge(at, ends, near) for at in begins]
+
+
+def _moved_to_edge(at: int, ends: Sequence[int], near: int) -> int:
+    index = bisect_right(ends, at)
+    if index == len(ends):
+        return at
+    first, last = ends[index - 1] if index else 0, ends[index]
+    if min(at - first, last - at) > near:
+        return at
+    return first if at - first <= last - at else last
+
+
+def pieces_of(tiles: Sequence[int], most_shares: int) -> list[int]:
+    """How many pieces the shares make of each sequence."""
+    cuts = sorted({*share_cuts(tiles, most_shares)})
+    ends = [*accumulate(tiles)]
+    begins = [0, *ends[:-1]]
+    return [
+        1 + max(bisect_left(cuts, end) - bisect_right(cuts, begin), 0)
+        for begin, end in zip(begins, ends, strict=True)
+    ]

@@ -9,7 +9,7 @@ import torch
 from echokernels._checks import check_range
 from echokernels._launch import scratch
 from echokernels._target import target_of
-from echokernels.attention.split import most_split_rows
+from echokernels.attention.split import most_piece_rows, most_split_rows
 
 
 def attention_workspace_size(
@@ -35,16 +35,19 @@ def attention_workspace_size(
     where = (
         torch.device("cuda" if torch.cuda.is_available() else "cpu") if device is None else device
     )
-    num_sms = target_of(torch.device(where)).num_sms
+    target = target_of(torch.device(where))
+    num_sms = target.num_sms
     rows = most_split_rows(num_splits, max_seqs, max_tokens, num_kv_heads, num_sms) * num_heads
+    if num_splits == 0 and target.runs_hopper_kernels:
+        rows = max(rows, most_piece_rows(max_tokens, num_heads, num_kv_heads, num_sms))
     return rows * (head_dim + 1) * 4
 
 
 def partials(
-    workspace: torch.Tensor | None, q: torch.Tensor, num_splits: int
+    workspace: torch.Tensor | None, q: torch.Tensor, rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Partial outputs and their LSEs, in the workspace given or newly allocated."""
-    rows = num_splits * q.shape[0] * q.shape[1]
+    """Partial outputs of `rows` rows in all, and their LSEs, in the workspace given or newly
+    allocated."""
     need = rows * (q.shape[2] + 1)
     if workspace is None:
         memory = scratch((need,), torch.float32, q.device)

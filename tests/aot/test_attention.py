@@ -7,7 +7,7 @@ import torch
 import triton
 
 from echokernels.attention import prefill_hopper
-from echokernels.attention.prefill import forced_path
+from echokernels.attention._path import forced_path
 from tests.aot.harness import TARGETS, compile_op, local_memory, loops, meta, spills_in_loops
 
 # 80 is padded to 128 and 192 to 256.
@@ -61,9 +61,9 @@ def decode_args(head_dim, dtype, *, queries=1, num_splits=0, group=4, page_size=
     )  # fmt: skip
 
 
-def compile_portable(target, *args):
+def compile_portable(target, *args, op="flash_attn_varlen"):
     with forced_path("portable"):
-        return compile_op("flash_attn_varlen", target, *args)
+        return compile_op(op, target, *args)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -186,7 +186,7 @@ def test_prefill_hopper_of_many_sequences():
 @pytest.mark.parametrize("queries", [1, 16])
 def test_paged_attention(target, head_dim, queries):
     args = decode_args(head_dim, torch.bfloat16, queries=queries)
-    kernels = compile_op("paged_attention", target, *args)
+    kernels = compile_portable(target, *args, op="paged_attention")
     assert len(kernels) == 2
     assert_in_registers(kernels, target)
 
@@ -206,7 +206,38 @@ def test_paged_attention(target, head_dim, queries):
 def test_paged_attention_variants(target, head_dim, variant):
     variant = dict(variant)
     args = decode_args(head_dim, variant.pop("dtype"), **variant)
-    assert_in_registers(compile_op("paged_attention", target, *args), target)
+    assert_in_registers(compile_portable(target, *args, op="paged_attention"), target)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "columns", "variant"),
+    [
+        (128, 8, {}),
+        (64, 8, {"page_size": 64}),
+        (96, 8, {"page_size": 256}),
+        (128, 16, {"queries": 4}),
+        (128, 8, {"dtype": torch.float16, "group": 1, "biased": True}),
+        (128, 8, {"window": 100, "softcap": 30.0, "biased": True}),
+    ],
+    ids=["plain", "d64-pages-64", "d96-pages-256", "queries", "mha-biased", "all"],
+)
+def test_decode_hopper(head_dim, columns, variant):
+    args = decode_args(head_dim, **({"dtype": torch.bfloat16} | variant))
+    (kernel,) = compile_op("paged_attention", "sm_90", *args)
+    # The queries are the columns of both products.
+    assert f"wgmma.mma_async.sync.aligned.m64n{columns}k16" in kernel.asm["ptx"]
+    assert local_memory(kernel) == 0
+
+
+def test_decode_hopper_of_many_sequences():
+    q = meta(40, 32, 128)
+    k = meta(64, 16, 8, 128)
+    args = (q, None, q, k, k, index(40, 512), index(40), None, 1, *features(32), 0, 0, None)
+    (kernel,) = compile_op("paged_attention", "sm_90", *args)
+    # Two programs fit an SM.
+    assert kernel.metadata.shared <= 113 * 1024
+    assert kernel.metadata.num_warps * 32 * kernel.metadata.maxnreg <= 65_536 // 2
+    assert local_memory(kernel) == 0
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from echokernels import attention_workspace_size, paged_attention
 from echokernels._target import INTERPRETED, KNOWN_TARGETS
+from echokernels.attention._path import forced_path
 from echokernels.attention.paged_decode import _config
 from tests.ops.attention_oracle import (
     Features,
@@ -43,6 +44,15 @@ splits = st.sampled_from(
     ]
 )
 BF16 = torch.float16 if INTERPRETED else torch.bfloat16
+
+
+@pytest.fixture(
+    params=["auto", pytest.param("portable", marks=pytest.mark.gpu)], scope="module", autouse=True
+)
+def path(request):
+    """On a GPU the portable kernels are tested with calls that would take the others as well."""
+    with forced_path(request.param):
+        yield request.param
 
 
 @given(
@@ -195,7 +205,7 @@ def test_a02_empty_splits_do_not_matter(device):
 
 
 @pytest.mark.parametrize("filler", [float("nan"), float("inf")])
-@pytest.mark.parametrize("num_splits", [1, 4])
+@pytest.mark.parametrize("num_splits", [0, 1, 4])
 def test_a04_unused_slots_never_leak(device, filler, num_splits):
     def run(filler):
         q, cache = small_case(device, [32, 64, 96, 48], page_size=128, dtype=BF16, filler=filler)
@@ -204,7 +214,7 @@ def test_a04_unused_slots_never_leak(device, filler, num_splits):
     assert torch.equal(run(filler), run(0.0))
 
 
-@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("num_splits", [0, 1, 3])
 @pytest.mark.parametrize("head_dim", [80, 96, 192])
 def test_a05_nothing_is_written_past_the_head_dim(device, head_dim, num_splits):
     gen = generator(5)

@@ -1,0 +1,165 @@
+"""Results of the Hopper decode: outputs of whole sequences, and pieces of others until they merge.
+
+A share has two pieces at most: the end of a sequence that began before, and the beginning of one
+that goes on. So the workspace depends on the number of programs alone. The last program to write a
+piece of a sequence merges them all.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+_LOG2_E = gl.constexpr(1.4426950408889634)
+_LN_2 = gl.constexpr(0.6931471805599453)
+_NOTHING = gl.constexpr(float("-inf"))
+
+
+@gluon.constexpr_function
+def accumulator_layout(columns):
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
+    )
+
+
+@gluon.jit
+def rows_of(q_len, call, R: gl.constexpr, layout: gl.constexpr):
+    """(query, head of the group, whether there is such a query) of each row."""
+    S: gl.constexpr = call.S
+    row = gl.arange(0, R, layout=layout)
+    return row // S.group, row % S.group, (row < S.rows) & (row // S.group < q_len)
+
+
+@gluon.jit
+def store_output(acc, m, l, start, q_len, kv_head, call):
+    """acc: [block_d, rows]; m, in base 2, and l: [rows]."""
+    S: gl.constexpr = call.S
+    D: gl.constexpr = S.block_d
+    L: gl.constexpr = acc.type.layout
+    token, member, used = rows_of(q_len, call, acc.shape[1], gl.SliceLayout(0, L))
+    head = (kv_head * S.group + member).to(gl.int64)
+    if S.has_sinks:
+        # The sink is one more score, which has no value.
+        sink = gl.load(call.sinks_ptr + head, mask=used, other=0.0).to(gl.float32)
+        sink = sink * _LOG2_E
+        top = gl.maximum(m, sink)
+        finite = gl.where(top == _NOTHING, 0.0, top)
+        own = gl.exp2(m - finite)
+        acc = acc * own[None, :]
+        l = l * own + gl.exp2(sink - finite)
+        m = top
+    out = acc * gl.where(l > 0, 1.0 / l, 0.0)[None, :]
+    token = (start + token).to(gl.int64)
+    d = gl.arange(0, D, layout=gl.SliceLayout(1, L))[:, None]
+    ptr = call.out_ptr + token * call.out_stride_token + head * call.out_stride_head
+    out = out.to(call.out_ptr.dtype.element_ty)
+    gl.store(ptr[None, :] + d, out, mask=used[None, :] & (d < S.head_dim))
+    if S.has_lse:
+        lse = gl.where(l > 0, (m + gl.log2(l)) * _LN_2, _NOTHING)
+        ptr = call.lse_ptr + head * call.lse_stride_head + token * call.lse_stride_token
+        gl.store(ptr, lse, mask=used)
+
+
+@gluon.jit
+def store_piece(acc, m, l, tile, call):
+    """Of a sequence that began before the share if tile > 0, else of one that goes on behind it."""
+    S: gl.constexpr = call.S
+    D: gl.constexpr = S.block_d
+    R: gl.constexpr = S.block_r
+    L: gl.constexpr = acc.type.layout
+    row = gl.arange(0, R, layout=gl.SliceLayout(0, L))
+    place = (gl.program_id(0) * 2 + (tile > 0).to(gl.int32)) * S.rows + row
+    d = gl.arange(0, D, layout=gl.SliceLayout(1, L))[:, None]
+    out = acc * gl.where(l > 0, 1.0 / l, 0.0)[None, :]
+    gl.store(
+        call.piece_out_ptr + place[None, :] * S.head_dim + d,
+        out,
+        mask=(row < S.rows)[None, :] & (d < S.head_dim),
+    )
+    lse = gl.where(l > 0, m + gl.log2(l), _NOTHING)
+    gl.store(call.piece_lse_ptr + place, lse, mask=row < S.rows)
+
+
+@gluon.jit
+def merge_pieces(share, num_pieces, start, q_len, kv_head, call):
+    """Merges the pieces of a sequence, the first of them in `share`. Other programs wrote them: the
+    L1 cache is passed by."""
+    S: gl.constexpr = call.S
+    D: gl.constexpr = S.block_d
+    R: gl.constexpr = _power_of_2(S.rows)
+    PIECES: gl.constexpr = max(S.merged // R, 1)  # read at a time
+    CUBE: gl.constexpr = _cube_layout(PIECES, R, D)
+    PLANE: gl.constexpr = gl.SliceLayout(2, CUBE)
+    row = gl.arange(0, R, layout=gl.SliceLayout(0, PLANE))
+    piece = gl.arange(0, PIECES, layout=gl.SliceLayout(1, PLANE))
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, gl.SliceLayout(0, CUBE)))
+    d = gl.expand_dims(gl.expand_dims(d, 0), 0)
+    acc = gl.zeros([R, D], gl.float32, gl.SliceLayout(0, CUBE))
+    m = gl.full([R], _NOTHING, gl.float32, gl.SliceLayout(0, PLANE))
+    l = gl.zeros([R], gl.float32, gl.SliceLayout(0, PLANE))
+    for begin in range(0, num_pieces, PIECES):
+        number = begin + piece
+        program = (share + number) * call.kv_heads + kv_head
+        place = (program * 2 + (number > 0).to(gl.int32))[:, None] * S.rows + row[None, :]
+        mask = (number < num_pieces)[:, None] & (row < S.rows)[None, :]
+        lse = gl.load(call.piece_lse_ptr + place, mask=mask, other=_NOTHING, cache_modifier=".cg")
+        at = gl.expand_dims(place * S.head_dim, 2) + d
+        out = gl.load(
+            call.piece_out_ptr + at,
+            mask=gl.expand_dims(mask, 2) & (d < S.head_dim),
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        top = gl.maximum(m, gl.max(lse, 0))
+        finite = gl.where(top == _NOTHING, 0.0, top)
+        weight = gl.exp2(lse - finite[None, :])
+        alpha = gl.exp2(m - finite)
+        weighed = gl.sum(out * gl.expand_dims(weight, 2), 0)
+        scale = gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))
+        acc = acc * scale[:, None] + weighed
+        l = l * alpha + gl.sum(weight, 0)
+        m = top
+    OUT: gl.constexpr = _output_layout(R, D)
+    COLUMN: gl.constexpr = gl.SliceLayout(0, OUT)
+    acc = gl.convert_layout(gl.permute(acc, (1, 0)), OUT)
+    m = gl.convert_layout(m, COLUMN)
+    store_output(acc, m, gl.convert_layout(l, COLUMN), start, q_len, kv_head, call)
+
+
+@gluon.constexpr_function
+def _power_of_2(n):
+    return 1 << (n - 1).bit_length()
+
+
+@gluon.constexpr_function
+def _cube_layout(pieces, rows, columns):
+    """Four neighbours in a row to a thread, and rows to warps as far as there are any."""
+    across = min(columns // 4, 32)
+    warps = min(rows, 4)
+    return gl.BlockedLayout(
+        [pieces * warps // 4, 1, 4], [1, 32 // across, across], [4 // warps, warps, 1], [2, 1, 0]
+    )
+
+
+@gluon.constexpr_function
+def _output_layout(rows, columns):
+    across = min(columns // 4, 32)
+    warps = min(rows, 4)
+    return gl.BlockedLayout([4, 1], [across, 32 // across], [4 // warps, warps], [0, 1])
+
+
+@gluon.jit
+def fill_empty(call):
+    """Outputs of sequences without keys, the program's part of them."""
+    S: gl.constexpr = call.S
+    D: gl.constexpr = S.block_d
+    R: gl.constexpr = S.block_r
+    L: gl.constexpr = accumulator_layout(R)
+    COLUMN: gl.constexpr = gl.SliceLayout(0, L)
+    kv_head = gl.program_id(0) % call.kv_heads
+    share = gl.program_id(0) // call.kv_heads
+    for seq in range(share, call.num_seqs, gl.num_programs(0) // call.kv_heads):
+        start, q_len, k_len = call.lengths(seq, seq < call.num_seqs)
+        if k_len == 0:
+            zeros = gl.zeros([D, R], gl.float32, L)
+            nothing = gl.full([R], _NOTHING, gl.float32, COLUMN)
+            none = gl.zeros([R], gl.float32, COLUMN)
+            store_output(zeros, nothing, none, start, q_len, kv_head, call)

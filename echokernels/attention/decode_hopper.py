@@ -1,0 +1,243 @@
+"""The decode for Hopper, in Gluon: keys and values by TMA, products by WGMMA.
+
+One or two programs on each SM. Each finds its share of all key tiles (`_hopper_shares`); one warp
+loads it and four attend to it (`_hopper_decode`); pieces of sequences merge (`_hopper_pieces`).
+What it computes is what the portable kernels in `paged_decode.py` do; it takes fp16 and bf16 with
+head dims up to 128, and up to 64 rows of (query, head of the group) a sequence.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from echokernels._launch import counter, launch
+from echokernels._pdl import early_launch, let_next_start, wait_for_previous
+from echokernels._target import Target
+from echokernels.attention._arguments import alibi_stride
+from echokernels.attention._hopper_decode import consume, produce
+from echokernels.attention._hopper_memory import make_ring
+from echokernels.attention._hopper_shares import DecodeCall, DecodeShape, share_of_program
+from echokernels.attention._hopper_tma import (
+    GLUON_DTYPES,
+    descriptor,
+    fills_tiles,
+    is_addressable,
+    steps,
+)
+from echokernels.attention.split import MOST_SHARED_ROWS
+from echokernels.attention.workspace import partials
+
+_LOG2_E = 1.4426950408889634
+# Every program looks at all lengths.
+_MOST_SEQS = 1024
+# Key tiles that are not worth splitting.
+_MIN_TILES = 1
+# Of the tiles on their way, by programs on an SM. More of them slow a single program down.
+_KEY_BYTES = {1: 132 * 1024, 2: 100 * 1024}
+# Rows of pieces that are merged at a time: two programs have half of the registers each.
+_MERGED_ROWS = {1: 128, 2: 64}
+_TILES = (64, 128)
+
+
+class Plan(NamedTuple):
+    """How the kernel runs."""
+
+    block_n: int  # keys of a tile, of _TILES
+    per_sm: int  # programs on an SM
+
+
+def plan(head_dim: int, rows: int, units: int, num_sms: int) -> Plan:
+    """rows: (query, head of the group) of a sequence; units: sequences times KV heads.
+
+    Two programs on an SM hide each other's softmax when there is enough to read; where latency
+    counts, one with larger tiles is ahead. Halves of a head dim of 64 read as much in large tiles.
+    """
+    if rows > 16:
+        # Scores of larger tiles do not fit the registers.
+        return Plan(64, 1)
+    if head_dim > 64 and units > num_sms:
+        return Plan(64, 2)
+    return Plan(128, 1)
+
+
+# Index tensors may be slices at any offset of larger buffers: their alignment varies at run time.
+@gluon.jit(
+    do_not_specialize=[
+        "table_ptr", "seqused_k_ptr", "cu_seqlens_q_ptr", "slopes_ptr", "sinks_ptr", "num_seqs",
+        "kv_heads", "min_tiles", "window_left", "window_right", "table_stride", "slopes_stride",
+        "lse_stride_head", "lse_stride_token",
+    ]
+)  # fmt: skip
+def decode_hopper_kernel(
+    out_ptr,  # [tokens, heads, head_dim]
+    lse_ptr,  # f32[heads, tokens], or None
+    piece_out_ptr,
+    piece_lse_ptr,
+    counter_ptr,
+    q_ptr,  # [tokens, heads, head_dim]
+    k_desc,  # [num_pages, page_size, kv_heads, head_dim]
+    v_desc,
+    table_ptr,  # [num_seqs, max_pages]
+    seqused_k_ptr,  # [num_seqs]
+    cu_seqlens_q_ptr,  # [num_seqs + 1], or None: one query each
+    slopes_ptr,  # f32[heads] or [num_seqs, heads], or None
+    sinks_ptr,  # [heads], or None
+    num_seqs,
+    kv_heads,
+    min_tiles,  # that are not worth splitting
+    out_stride_token,
+    out_stride_head,
+    lse_stride_head,
+    lse_stride_token,
+    q_stride_token,
+    q_stride_head,
+    table_stride,
+    slopes_stride,
+    window_left,
+    window_right,
+    scale,
+    cap,
+    S: gl.constexpr,
+    BLOCK_SEQS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    dtype: gl.constexpr = k_desc.dtype
+    k_ring = make_ring(dtype, S.slots, S.block_n, S.block_d, 1)
+    v_ring = make_ring(dtype, S.slots, S.block_n, S.block_d, 1)
+    Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([S.block_r, S.block_d], dtype)
+    P_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([S.block_r, S.block_n], dtype)
+    q_tile = gl.allocate_shared_memory(dtype, [S.block_r, S.block_d], Q_LAYOUT)
+    p_tile = gl.allocate_shared_memory(dtype, [S.block_r, S.block_n], P_LAYOUT)
+    # A pointer that is absent is not used: any other takes its place.
+    call = DecodeCall(
+        num_seqs, kv_heads, window_left, window_right, scale, cap, q_ptr, q_stride_token,
+        q_stride_head, seqused_k_ptr, cu_seqlens_q_ptr if S.has_boundaries else seqused_k_ptr,
+        table_ptr, table_stride, slopes_ptr if S.has_alibi else seqused_k_ptr, slopes_stride,
+        sinks_ptr if S.has_sinks else seqused_k_ptr, out_ptr, out_stride_token, out_stride_head,
+        lse_ptr if S.has_lse else piece_lse_ptr, lse_stride_head, lse_stride_token, piece_out_ptr,
+        piece_lse_ptr, counter_ptr, S,
+    )  # fmt: skip
+    wait_for_previous(PDL)
+    shares, seq, tile, at, left = share_of_program(call, min_tiles, BLOCK_SEQS)
+    let_next_start(PDL)
+    gl.warp_specialize(
+        [
+            (consume, (k_ring, v_ring, q_tile, p_tile, shares, seq, tile, at, left, call)),
+            (produce, (k_desc, v_desc, k_ring, v_ring, seq, tile, left, call)),
+        ],
+        [1],
+        [64],
+    )
+
+
+def can_run(
+    target: Target,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    num_seqs: int,
+    max_seqlen_q: int,
+    softmax_scale: float,
+) -> bool:
+    """Whether the kernel takes this call."""
+    if not target.runs_hopper_kernels or q.dtype not in GLUON_DTYPES:
+        return False
+    head_dim = q.shape[-1]
+    if not 32 < head_dim <= 128 or head_dim % 8 or softmax_scale <= 0 or num_seqs > _MOST_SEQS:
+        return False
+    if q.shape[1] // k_cache.shape[2] * max_seqlen_q > MOST_SHARED_ROWS or k_cache.shape[0] == 0:
+        return False
+    # Both sizes of tiles, so that the batch does not decide.
+    if not all(fills_tiles(k_cache.shape[1], keys) for keys in _TILES):
+        return False
+    return all(is_addressable(x) for x in (k_cache, v_cache))
+
+
+def launch_hopper(
+    target: Target,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seqused_k: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    max_seqlen_q: int,
+    softmax_scale: float,
+    window: tuple[int, int],
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    workspace: torch.Tensor | None,
+) -> None:
+    """window: (left, right), -1 for all."""
+    heads, head_dim = q.shape[1:]
+    page_size, kv_heads = k_cache.shape[1:3]
+    num_seqs = seqused_k.shape[0]
+    group = heads // kv_heads
+    rows = group * max_seqlen_q
+    block_d = triton.next_power_of_2(head_dim)
+    keys, per_sm = plan(head_dim, rows, num_seqs * kv_heads, target.num_sms)
+    programs = max(target.num_sms * per_sm // kv_heads, 1) * kv_heads
+    piece_out, piece_lse = partials(workspace, q, programs * 2 * rows)
+    shape = DecodeShape(
+        head_dim=head_dim,
+        block_d=block_d,
+        block_n=keys,
+        slots=_KEY_BYTES[per_sm] // (4 * keys * block_d),
+        group=group,
+        rows=rows,
+        block_r=max(triton.next_power_of_2(rows), 8),
+        merged=_MERGED_ROWS[per_sm],
+        page_size=page_size,
+        has_boundaries=cu_seqlens_q is not None,
+        has_left=window[0] >= 0,
+        has_right=window[1] >= 0,
+        has_softcap=softcap > 0,
+        has_alibi=alibi_slopes is not None,
+        has_sinks=sinks is not None,
+        has_lse=lse is not None,
+    )
+    launch(
+        decode_hopper_kernel,
+        (programs,),
+        out,
+        lse,
+        piece_out,
+        piece_lse,
+        counter(q.device, programs),
+        q,
+        *(descriptor(x, min(page_size, keys), block_d) for x in (k_cache, v_cache)),
+        block_table,
+        seqused_k,
+        cu_seqlens_q,
+        alibi_slopes,
+        sinks,
+        num_seqs,
+        kv_heads,
+        _MIN_TILES,
+        *steps(out),
+        *((0, 0) if lse is None else lse.stride()),
+        *steps(q),
+        block_table.stride(0),
+        alibi_stride(alibi_slopes),
+        *window,
+        softmax_scale * _LOG2_E,
+        softcap * _LOG2_E,
+        S=shape,
+        BLOCK_SEQS=_block_seqs(num_seqs),
+        num_warps=4,
+        maxnreg=128 if per_sm == 2 else None,
+        **early_launch(q.device),
+    )
+
+
+def _block_seqs(num_seqs: int) -> int:
+    """Few sizes, as each is a compilation: one sequence, half a warp, a warpgroup, and so on."""
+    return (
+        1 if num_seqs == 1 else 16 if num_seqs <= 16 else max(128, triton.next_power_of_2(num_seqs))
+    )

@@ -1,0 +1,113 @@
+"""The decode for Hopper beside the portable one, however its work is shared out."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from echokernels import paged_attention
+from echokernels.attention import decode_hopper
+from echokernels.attention._path import forced_path
+from echokernels.attention.decode_hopper import Plan
+from tests.strategies import poisoned
+from tests.tolerances import assert_close
+
+pytestmark = pytest.mark.gpu
+
+PLANS = [Plan(128, 1), Plan(64, 1), Plan(64, 2)]
+BATCHES = {
+    "one": [1000],
+    "long": [33_000],
+    "ragged": [0, 5, 128, 129, 1000, 4000, 17, 0],
+    "alike": [1500] * 64,
+    "many": [3000, 77, 0, 500] * 64,
+}
+
+
+@pytest.fixture(autouse=True)
+def _needs_hopper(cuda):
+    if torch.cuda.get_device_capability(cuda)[0] != 9:
+        pytest.skip("the kernel is for sm_90")
+    torch.manual_seed(0)
+
+
+class Case(NamedTuple):
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    block_table: torch.Tensor
+    seqused_k: torch.Tensor
+
+
+def make_case(
+    device, k_lens, *, heads=8, kv_heads=2, head_dim=128, page_size=16, queries=1, head_major=False,
+    dtype=torch.bfloat16,
+):  # fmt: skip
+    """Pages in random order; NaN in those of nobody and behind the end of each sequence."""
+    counts = [-(-length // page_size) for length in k_lens]
+    total = sum(counts)
+    shape = (total + 1, page_size, kv_heads, head_dim)
+    if head_major:
+        shape = (total + 1, kv_heads, page_size, head_dim)
+    caches = [torch.randn(shape, device=device, dtype=dtype) for _ in range(2)]
+    k_cache, v_cache = (cache.transpose(1, 2) if head_major else cache for cache in caches)
+    table = torch.zeros(len(k_lens), max(counts) + 1, dtype=torch.int32, device=device)
+    pages = (torch.randperm(total, device=device).int() + 1).split(counts)
+    for cache in (k_cache, v_cache):
+        cache[0] = float("nan")
+    for seq, (length, own) in enumerate(zip(k_lens, pages, strict=True)):
+        table[seq, : len(own)] = own
+        if length % page_size:
+            for cache in (k_cache, v_cache):
+                cache[own[-1], length % page_size :] = float("nan")
+    q = torch.randn(len(k_lens) * queries, heads, head_dim, device=device, dtype=dtype)
+    return Case(q, k_cache, v_cache, table, torch.tensor(k_lens, device=device))
+
+
+def decode(path, case, **options):
+    out = poisoned(*case.q.shape, dtype=case.q.dtype, device=case.q.device)
+    with forced_path(path):
+        return paged_attention(*case, out=out, return_lse=True, **options)
+
+
+def assert_same(case, **options):
+    out, lse = decode("hopper", case, **options)
+    want, want_lse = decode("portable", case, **options)
+    # Both round weights and results.
+    assert_close(out, want.double(), roundings=4, scale=1.0)
+    assert_close(lse, want_lse.double(), roundings=8, scale=4.0)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (8, 1), (6, 6)])
+def test_shares_of_any_batch(cuda, monkeypatch, plan, batch, heads, kv_heads):
+    monkeypatch.setattr(decode_hopper, "plan", lambda *_: plan)
+    assert_same(make_case(cuda, BATCHES[batch], heads=heads, kv_heads=kv_heads))
+
+
+@pytest.mark.parametrize("page_size", [32, 64, 128, 256])
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_pages_of_other_sizes(cuda, monkeypatch, plan, page_size):
+    monkeypatch.setattr(decode_hopper, "plan", lambda *_: plan)
+    case = make_case(
+        cuda, [3000, 77, 5000], head_dim=96, page_size=page_size, head_major=True,
+        dtype=torch.float16,
+    )  # fmt: skip
+    assert_same(case, window=(1500, -1), sinks=torch.randn(8, device=cuda).half())
+
+
+@pytest.mark.parametrize("queries", [2, 5, 8, 16])
+def test_pieces_of_many_rows(cuda, queries):
+    case = make_case(cuda, [3000, 77, 5000], head_dim=64, queries=queries)
+    boundaries = torch.arange(4, device=cuda, dtype=torch.int32) * queries
+    assert_same(case, cu_seqlens_q=boundaries, max_seqlen_q=queries)
+
+
+def test_a_call_leaves_its_counters_as_they_were(cuda):
+    case = make_case(cuda, [2000] * 8, heads=32, kv_heads=8)
+    want, want_lse = decode("hopper", case)
+    for _ in range(20):
+        out, lse = decode("hopper", case)
+        assert torch.equal(out, want)
+        assert torch.equal(lse, want_lse)

@@ -1,0 +1,164 @@
+"""Shares of the Hopper decode: what the rules promise, and that the device has the same."""
+
+from itertools import accumulate, pairwise
+
+import pytest
+import torch
+import triton
+from hypothesis import given
+from hypothesis import strategies as st
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from echokernels import attention_workspace_size
+from echokernels._target import KNOWN_TARGETS, assume
+from echokernels.attention._hopper_shares import DecodeCall, DecodeShape, share_of_program
+from echokernels.attention.decode_hopper import plan
+from echokernels.attention.split import MOST_SHARES_PER_SM, pieces_of, share_cuts
+
+TILES = st.lists(st.integers(0, 3000), min_size=1, max_size=60) | st.builds(
+    lambda number, count: [number] * count, st.integers(0, 3000), st.integers(1, 300)
+)
+
+
+@given(tiles=TILES, most_shares=st.integers(1, 600))
+def test_shares_are_about_equal(tiles, most_shares):
+    cuts = share_cuts(tiles, most_shares)
+    assert len(cuts) - 1 <= most_shares
+    assert (cuts[0], cuts[-1]) == (0, sum(tiles))
+    size = sum(tiles) / (len(cuts) - 1)
+    # Each edge moves by an eighth, or where all sequences are short and of one length to the next.
+    longest = max(tiles)
+    slack = max(size / 4, longest + 1 if longest <= size else 0)
+    assert all(0 <= end - begin <= size + 1 + slack for begin, end in pairwise(cuts))
+
+
+@given(tiles=TILES, most_shares=st.integers(1, 600))
+def test_a_share_has_at_most_two_pieces(tiles, most_shares):
+    cuts = share_cuts(tiles, most_shares)
+    ends = [*accumulate(tiles)]
+    for begin, end in pairwise(cuts):
+        cut_up = [
+            (first, last)
+            for first, last in zip([0, *ends], ends, strict=False)
+            if max(first, begin) < min(last, end) and not begin <= first <= last <= end
+        ]
+        assert len(cut_up) <= 2
+        assert sum(first < begin for first, _ in cut_up) <= 1
+        assert sum(last > end for _, last in cut_up) <= 1
+
+
+def test_pieces_follow_the_lengths():
+    # Short sequences are not cut up, long ones fill the device.
+    assert pieces_of([16] * 256, 33) == [1] * 256
+    assert pieces_of([32] * 64, 33) == [1] * 64
+    assert pieces_of([1], 16) == [1]
+    assert pieces_of([0, 0], 16) == [1, 1]
+    assert pieces_of([2048], 33) == [33]
+    assert pieces_of([64] * 8, 16) == [2] * 8
+    # Within one batch the count rises with the length.
+    counts = pieces_of([8, 64, 512, 4096], 66)
+    assert counts == sorted(counts)
+    assert (counts[0], counts[-1] > 40) == (1, True)
+    # Batch 12, 32k keys, one KV head (vllm#48076, sglang#21775, flash-attention#2445).
+    assert sum(pieces_of([512] * 12, 264)) >= 264
+
+
+def test_the_plan_follows_the_amount_of_work():
+    assert plan(128, 4, 8, 132) == (128, 1)
+    assert plan(128, 4, 512, 132) == (64, 2)
+    assert plan(64, 4, 512, 132) == (128, 1)
+    assert plan(128, 32, 8, 132) == (64, 1)
+
+
+@given(
+    kv_heads=st.sampled_from([1, 2, 5, 8, 16, 128, 300]),
+    group=st.sampled_from([1, 3, 4, 8, 40]),
+    max_seqs=st.sampled_from([1, 2, 17, 133, 1024]),
+    query_len=st.integers(1, 16),
+)
+def test_pieces_fit_the_promised_workspace(kv_heads, group, max_seqs, query_len):
+    target = KNOWN_TARGETS["sm_90"]
+    rows = group * query_len
+    if rows > 64:
+        return
+    with assume(target):
+        size = attention_workspace_size(
+            max_seqs, max_seqs * query_len, kv_heads * group, kv_heads, 128
+        )
+    for seqs in {1, max_seqs}:
+        _, per_sm = plan(128, rows, seqs * kv_heads, target.num_sms)
+        assert per_sm <= MOST_SHARES_PER_SM
+        programs = max(target.num_sms * per_sm // kv_heads, 1) * kv_heads
+        assert programs * 2 * rows * 129 * 4 <= size
+
+
+@gluon.jit(do_not_specialize=["num_seqs", "kv_heads", "window_left"])
+def _write_shares_kernel(
+    out_ptr,  # i32[programs, 4]: sequence, tile of it, tile of all, tiles
+    seqused_k_ptr,
+    cu_seqlens_q_ptr,
+    num_seqs,
+    kv_heads,
+    window_left,
+    zero,
+    one,
+    S: gl.constexpr,
+    BLOCK_SEQS: gl.constexpr,
+):
+    lens = seqused_k_ptr
+    call = DecodeCall(
+        num_seqs, kv_heads, window_left, zero, one, one, lens, zero, zero, lens,
+        cu_seqlens_q_ptr if S.has_boundaries else lens, lens, zero, lens, zero, lens, lens, zero,
+        zero, lens, zero, zero, lens, lens, lens, S,
+    )  # fmt: skip
+    _, seq, tile, at, left = share_of_program(call, 1, BLOCK_SEQS)
+    ptr = out_ptr + gl.program_id(0) * 4
+    gl.store(ptr, seq)
+    gl.store(ptr + 1, tile)
+    gl.store(ptr + 2, at)
+    gl.store(ptr + 3, left)
+
+
+def shares_of_device(device, k_lens, programs, kv_heads, q_len, window_left, block_n=64):
+    shape = DecodeShape(
+        head_dim=64, block_d=64, block_n=block_n, slots=2, group=1, rows=1, block_r=8, merged=64,
+        page_size=16, has_boundaries=q_len is not None, has_left=window_left >= 0, has_right=True,
+        has_softcap=False, has_alibi=False, has_sinks=False, has_lse=False,
+    )  # fmt: skip
+    out = torch.full((programs, 4), -1, dtype=torch.int32, device=device)
+    boundaries = None
+    if q_len is not None:
+        boundaries = torch.arange(len(k_lens) + 1, dtype=torch.int32, device=device) * q_len
+    _write_shares_kernel[(programs,)](
+        out, torch.tensor(k_lens, dtype=torch.int32, device=device), boundaries, len(k_lens),
+        kv_heads, window_left, 0, 1.0, S=shape, BLOCK_SEQS=triton.next_power_of_2(len(k_lens)),
+    )  # fmt: skip
+    return out.tolist()
+
+
+@pytest.mark.gpu
+@given(
+    k_lens=st.lists(st.sampled_from([0, 1, 63, 64, 65, 700, 5000]), min_size=1, max_size=40)
+    | st.builds(lambda n, count: [n] * count, st.integers(0, 5000), st.integers(1, 300)),
+    shares=st.integers(1, 70),
+    kv_heads=st.sampled_from([1, 3]),
+    q_len=st.sampled_from([None, 1, 5]),
+    window_left=st.sampled_from([-1, 0, 700]),
+)
+def test_the_device_has_the_same_shares(cuda, k_lens, shares, kv_heads, q_len, window_left):
+    tiles = []
+    for k_len in k_lens:
+        first = max(0, k_len - (q_len or 1) - window_left) // 64 if window_left >= 0 else 0
+        tiles.append(-(-k_len // 64) - first)
+    cuts = share_cuts(tiles, shares)
+    ends = [*accumulate(tiles)]
+    rows = shares_of_device(cuda, k_lens, shares * kv_heads, kv_heads, q_len, window_left)
+    for program, (seq, tile, at, left) in enumerate(rows):
+        share = program // kv_heads
+        if share + 1 >= len(cuts) or cuts[share] == cuts[share + 1]:
+            assert left == 0
+            continue
+        assert (at, at + left) == (cuts[share], cuts[share + 1])
+        assert ends[seq] - tiles[seq] + tile == at
+        assert 0 <= tile < tiles[seq]
