@@ -70,14 +70,16 @@ def contexts(
     kv_heads: int,
     head_dim: int,
     queries: int = 1,
+    page_size: int = PAGE_SIZE,
 ) -> Inputs:
     """(q, k_cache, v_cache, block_table, seqused_k): contexts of `lengths`, on random pages."""
-    num_pages = [math.ceil(length / PAGE_SIZE) for length in lengths]
+    num_pages = [math.ceil(length / page_size) for length in lengths]
     pages = torch.randperm(sum(num_pages), device=device).int().split(num_pages)
     block_table = torch.nn.utils.rnn.pad_sequence(list(pages), batch_first=True)
     seqused_k = torch.tensor(lengths, dtype=torch.int32, device=device)
     q = randn(device, len(lengths) * queries, heads, head_dim)
-    return q, *_pages(device, sum(num_pages), kv_heads, head_dim), block_table, seqused_k
+    caches = _pages(device, sum(num_pages), kv_heads, head_dim, page_size)
+    return q, *caches, block_table, seqused_k
 
 
 def sampling(
@@ -112,7 +114,7 @@ def context_sequences(
     """The (q, k, v) of every sequence, gathered from what `contexts` made."""
     queries = q.chunk(seqused_k.shape[0])
     for query, pages, length in zip(queries, block_table, seqused_k.tolist(), strict=True):
-        used = pages[: math.ceil(length / PAGE_SIZE)]
+        used = pages[: math.ceil(length / k_cache.shape[1])]
         k, v = (cache[used].flatten(0, 1)[:length] for cache in (k_cache, v_cache))
         yield query, k, v
 
@@ -124,7 +126,7 @@ def ragged_lengths(num_seqs: int, low: int, high: int) -> list[int]:
 
 
 def _pages(
-    device: torch.device, num_pages: int, kv_heads: int, head_dim: int
+    device: torch.device, num_pages: int, kv_heads: int, head_dim: int, page_size: int = PAGE_SIZE
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = (num_pages, PAGE_SIZE, kv_heads, head_dim)
+    shape = (num_pages, page_size, kv_heads, head_dim)
     return randn(device, *shape), randn(device, *shape)

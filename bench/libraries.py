@@ -1,4 +1,4 @@
-"""Kernels of other libraries as peers, by our op: FlashInfer, vLLM, Liger.
+"""Kernels of other libraries as peers, by our op: FlashInfer, vLLM, SGLang, Liger.
 
 None is a dependency: one that cannot be imported is reported once and left out. A peer gets the
 inputs of our case; what it wants in another form is prepared outside the timing. What it returns
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench import decode_peers
 from bench.case import Case, Outputs, Peer, mutating, returning
 from bench.inputs import split_heads
 from bench.peers import four_kernels
@@ -29,7 +30,7 @@ Kernels = Mapping[str, Mapping[str, Peer]]
 def load(device: torch.device, report: Callable[[str], object]) -> list[Kernels]:
     """The kernels of all libraries that are here. On a CPU there are none."""
     loaded = []
-    for library in (_flashinfer, _vllm, _vllm_fa3, _fa3, _liger) if device.type == "cuda" else ():
+    for library in LIBRARIES if device.type == "cuda" else ():
         try:
             loaded.append(library())
         except Exception as failure:  # a package for another CUDA can fail in any way
@@ -73,6 +74,7 @@ def _flashinfer() -> Kernels:
             "flashinfer-4-kernels": four_kernels(norm_into, rotary)
         },
         "flash_attn_varlen": {"flashinfer": Peer(_flashinfer_prefill, needs=_PACKED)},
+        "paged_attention": decode_peers.flashinfer(),
     }
 
 
@@ -194,7 +196,24 @@ def _vllm_fa3() -> Kernels:
         out = torch.empty_like(q)
         return lambda: flash_attn.flash_attn_varlen_func(q, k, v, out=out, **arguments)
 
-    return {"flash_attn_varlen": {"vllm-fa3": Peer(prefill)}}
+    return {
+        "flash_attn_varlen": {"vllm-fa3": Peer(prefill)},
+        "paged_attention": decode_peers.vllm_fa3(flash_attn),
+    }
+
+
+def _vllm_triton() -> Kernels:
+    module = import_module("vllm.v1.attention.ops.triton_unified_attention")
+    return {"paged_attention": decode_peers.vllm_triton(module.unified_attention)}
+
+
+def _sglang() -> Kernels:
+    decode, metadata = (
+        import_module(f"sglang.kernels.ops.attention.{name}")
+        for name in ("decode_attention", "metadata")
+    )
+    attend, count_splits = decode.decode_attention_fwd, metadata.get_num_kv_splits_triton
+    return {"paged_attention": decode_peers.sglang(attend, count_splits)}
 
 
 def _fa3() -> Kernels:
@@ -243,3 +262,6 @@ def _liger() -> Kernels:
 def _int8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Memory for codes like `x` and a scale for each row."""
     return torch.empty_like(x, dtype=torch.int8), torch.empty(x.shape[0], 1, device=x.device)
+
+
+LIBRARIES = (_flashinfer, _vllm, _vllm_fa3, _vllm_triton, _sglang, _fa3, _liger)

@@ -14,8 +14,9 @@ import echokernels
 from bench import formulas, inputs
 from bench.case import Case, Check, Outputs, Peer
 from bench.checks import MOST_DEVIATIONS, against, drawn_by_probability, most_likely
+from bench.decode import decodes
 from bench.inputs import randn
-from bench.peers import formula_peers, four_kernels, sdpa_peers
+from bench.peers import formula_peers, four_kernels
 from bench.prefill import prefills
 from bench.projections import projections, with_epilogue
 from bench.suites import FULL, QUICK, Suite
@@ -27,7 +28,6 @@ INT8, BF16, FP32 = 1, 2, 4  # bytes of an element
 # The largest relative errors of a row that are right.
 ROUNDED = 2.0**-7  # a rounding to bf16 costs up to 2^-8, and plain formulas round twice
 QUANTISED = 2.0**-7  # of codes: where rounding is to nearest, few are off, and those by 1
-ATTENTION = 2e-2  # weights are rounded to bf16 before the second product
 EXACT = 0.0
 SAMPLED = (torch.float32, torch.bfloat16)  # dtypes of logits
 
@@ -46,7 +46,7 @@ def cases(s: Suite) -> list[Case]:
         *(_fused_qk_norm_rope_cache(s, t) for t in s.tokens),
         *projections(s),
         *prefills(s),
-        *(_paged_attention(s, name, lengths) for name, lengths in s.decode.items()),
+        *decodes(s),
         *(_merge_attn_states(s, t) for t in s.merged_tokens),
         *(_sample_greedy(s, rows) for rows in s.sampled_rows),
         *(_sample_temperature(s, rows) for rows in s.sampled_rows),
@@ -189,24 +189,6 @@ def _fused_qk_norm_rope_cache(s: Suite, tokens: int) -> Case:
             "echo-4-kernels": four_kernels(),
         },
         in_place=True,
-    )
-
-
-def _paged_attention(s: Suite, name: str, lengths: list[int]) -> Case:
-    query_bytes = 2 * len(lengths) * s.heads * s.head_dim * BF16  # and the output's
-    uniform = len(set(lengths)) == 1  # else a dense KV cache needs padding and a mask
-    sequences = inputs.context_sequences
-    return Case(
-        "paged_attention",
-        f"{name}_h{s.heads}/{s.kv_heads}",
-        make=lambda d: inputs.contexts(d, lengths, s.heads, s.kv_heads, s.head_dim),
-        run=echokernels.paged_attention,
-        check=against(formulas.attention_of(sequences)),
-        tolerance=ATTENTION,
-        num_bytes=2 * sum(lengths) * s.kv_heads * s.head_dim * BF16 + query_bytes,
-        num_flops=4 * sum(lengths) * s.heads * s.head_dim,
-        ceiling="read",
-        peers=sdpa_peers(s.sdpa if uniform else (), sequences, causal=False, suffix="-dense-kv"),
     )
 
 

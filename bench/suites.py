@@ -43,6 +43,49 @@ def _square(
 
 
 @dataclass(frozen=True)
+class Decode:
+    """The last `queries` tokens of each context, whose keys are on pages in random order."""
+
+    name: str
+    lens: Sequence[int]
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    page_size: int = 16
+    queries: int = 1
+    window_left: int = -1  # keys seen before a query's own; all
+
+    @property
+    def full_name(self) -> str:
+        plain = Decode("", ())
+        parts = [f"{self.name}_h{self.heads}/{self.kv_heads}"]
+        letters = {"head_dim": "d", "page_size": "p", "queries": "q", "window_left": "w"}
+        for name, letter in letters.items():
+            if (value := getattr(self, name)) != getattr(plain, name):
+                parts.append(f"{letter}{value}")
+        return "_".join(parts)
+
+
+_CONTEXTS = {
+    "1x1k": [1024],
+    "1x8k": [8192],
+    "1x32k": [32_768],
+    "1x128k": [131_072],
+    "8x8k": [8192] * 8,
+    "64x2k": [2048] * 64,
+    "64x4k": [4096] * 64,
+    "64x8k": [8192] * 64,
+    "64x32k": [32_768] * 64,
+    "256x1k": [1024] * 256,
+    "ragged64": ragged_lengths(64, 128, 16_384),
+}
+
+
+def _decode(name: str, **options: Any) -> Decode:
+    return Decode(name, _CONTEXTS[name], **options)
+
+
+@dataclass(frozen=True)
 class Suite:
     """Shapes of all cases, and which peers to measure."""
 
@@ -53,7 +96,7 @@ class Suite:
     kv_heads: int
     head_dim: int
     prefill: tuple[Prefill, ...]
-    decode: Mapping[str, list[int]]  # context lengths
+    decode: tuple[Decode, ...]
     merged_tokens: tuple[int, ...]
     sampled_rows: tuple[int, ...]  # of fp32 logits over `vocab`
     sampled_wide: tuple[tuple[int, int], ...]  # (rows, vocabulary), of fp32 and of bf16 logits
@@ -92,17 +135,16 @@ FULL = Suite(
         _square(1, 16_384, prefix="paged_", paged=True),
         _square(4, 4096, 64, prefix="paged_", paged=True),
     ),
-    decode={
-        "1x1k": [1024],
-        "1x8k": [8192],
-        "1x32k": [32_768],
-        "1x128k": [131_072],
-        "8x8k": [8192] * 8,
-        "64x2k": [2048] * 64,
-        "64x8k": [8192] * 64,
-        "256x1k": [1024] * 256,
-        "ragged64": ragged_lengths(64, 128, 16_384),
-    },
+    decode=(
+        *(_decode(name) for name in "1x1k 1x8k 1x32k 1x128k 8x8k 64x2k 64x8k 256x1k".split()),
+        _decode("ragged64"),
+        *(_decode(name, heads=64) for name in ("1x8k", "64x8k", "ragged64")),
+        *(_decode(name, heads=8, kv_heads=1) for name in ("1x32k", "64x8k")),
+        *(_decode(name, head_dim=64) for name in ("64x8k", "1x32k")),
+        *(_decode("64x8k", page_size=page_size) for page_size in (1, 64, 256)),
+        _decode("64x4k", queries=4),
+        _decode("64x32k", window_left=4095),
+    ),
     merged_tokens=(1024, 16_384),
     sampled_rows=(1, 64, 256),
     sampled_wide=((64, 151_936),),
@@ -130,7 +172,11 @@ QUICK = Suite(
         _square(2, 24, 32, prefix="window4_", window_left=3),
         _square(2, 24, 32, prefix="paged_", paged=True),
     ),
-    decode={"2x40": [40] * 2, "ragged3": [1, 16, 33]},
+    decode=(
+        Decode("2x40", [40] * 2, 4, 2, 32),
+        Decode("ragged3", [1, 16, 33], 4, 2, 32),
+        Decode("ragged3", [4, 16, 33], 4, 2, 32, page_size=8, queries=4, window_left=9),
+    ),
     merged_tokens=(5,),
     sampled_rows=(3,),
     sampled_wide=((2, 101),),

@@ -1,6 +1,7 @@
 """The benchmark harness: what it lets pass, what it refuses to time, what it writes."""
 
 import csv
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -121,7 +122,9 @@ def test_full_registry():
     names = [(case.op, case.name) for case in full]
     assert len(set(names)) == len(names)
     assert {case.op for case in full} == {case.op for case in cases(QUICK)}
-    assert all(len(case.peers) > 0 for case in full if "ragged" not in case.name)
+    # Ragged batches, several queries and windows have peers in other libraries only.
+    alone = {case.name for case in full if not case.peers}
+    assert all(re.search("ragged|_q4|_w4095", name) for name in alone), alone
     by_name = {case.name: case for case in full if case.op == "paged_attention"}
     # 64 x 8,192 tokens of 8 heads x 128 in K and V, bf16: 2.147 GB; 1 MB of queries and outputs.
     assert by_name["64x8k_h32/8"].num_bytes == 2_148_532_224
@@ -345,7 +348,7 @@ def test_an_absent_library_is_reported_once(monkeypatch):
     reports: list[str] = []
     assert libraries.load(torch.device("cuda"), reports.append) == []
     assert [report.split(" ")[0] for report in reports] == [
-        "flashinfer", "vllm", "vllm_fa3", "fa3", "liger",
+        "flashinfer", "vllm", "vllm_fa3", "vllm_triton", "sglang", "fa3", "liger",
     ]  # fmt: skip
     assert reports[1].endswith("left out: ImportError: No module named 'vllm._C_stable_libtorch'")
     assert libraries.load(CPU, fail) == []

@@ -1,0 +1,152 @@
+"""Decode kernels of other libraries as peers. What each plans on the host is done beforehand."""
+
+from collections.abc import Callable
+from importlib import import_module
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.case import Peer
+from bench.timing import Call
+
+_ONE_QUERY = frozenset({"one-query"})
+_PLAIN = frozenset({"one-query", "no-window"})
+
+
+def flashinfer() -> dict[str, Peer]:
+    return {
+        "flashinfer": Peer(_flashinfer_wrapper(tensor_cores=False), needs=_ONE_QUERY),
+        "flashinfer-tc": Peer(_flashinfer_wrapper(tensor_cores=True), needs=_ONE_QUERY),
+        "flashinfer-xqa": Peer(_flashinfer_xqa, needs=_PLAIN),
+    }
+
+
+def _flashinfer_wrapper(*, tensor_cores: bool) -> Callable[..., Call]:
+    def prepare(*inputs: Any) -> Call:
+        q, k_cache, v_cache, block_table, seqused_k, *_, window_left = inputs
+        page_size = k_cache.shape[1]
+        counts = [-(-n // page_size) for n in seqused_k.tolist()]
+        index = {"dtype": torch.int32, "device": q.device}
+        indptr = torch.tensor([0, *accumulate(counts)], **index)
+        pages = torch.cat([row[:n] for row, n in zip(block_table, counts, strict=True)])
+        last = (seqused_k - 1) % page_size + 1
+        wrapper = import_module("flashinfer").BatchDecodeWithPagedKVCacheWrapper(
+            torch.empty(1 << 30, dtype=torch.uint8, device=q.device),
+            "NHD",
+            use_tensor_cores=tensor_cores,
+            use_cuda_graph=True,
+            paged_kv_indptr_buffer=torch.empty_like(indptr),
+            paged_kv_indices_buffer=torch.empty_like(pages),
+            paged_kv_last_page_len_buffer=torch.empty_like(last),
+        )
+        wrapper.plan(
+            indptr, pages, last, q.shape[1], *k_cache.shape[2:], page_size,
+            window_left=window_left, q_data_type=q.dtype, kv_data_type=q.dtype,
+        )  # fmt: skip
+        out = torch.empty_like(q)
+        return lambda: wrapper.run(q, (k_cache, v_cache), out=out)
+
+    return prepare
+
+
+def _flashinfer_xqa(*inputs: Any) -> Call:
+    q, k_cache, v_cache, block_table, seqused_k, _, _, max_seqlen_k, _ = inputs
+    xqa = import_module("flashinfer.decode").xqa_batch_decode_with_kv_cache
+    memory = torch.zeros(512 << 20, dtype=torch.uint8, device=q.device)
+    out = torch.empty_like(q)
+    return lambda: xqa(
+        q, (k_cache, v_cache), memory, block_table, seqused_k, max_seqlen_k,
+        bmm1_scale=q.shape[-1] ** -0.5, bmm2_scale=1.0, out=out, kv_layout="NHD",
+    )  # fmt: skip
+
+
+def vllm_fa3(flash_attn: Any) -> dict[str, Peer]:
+    """With its scheduler's metadata, as vLLM calls it in CUDA graphs."""
+
+    def prepare(*inputs: Any) -> Call:
+        q, k_cache, v_cache, block_table, seqused_k, cu_seqlens_q, *rest = inputs
+        max_seqlen_q, max_seqlen_k, window_left = rest
+        num_splits = 32
+        window = [window_left, 0 if window_left >= 0 else -1]
+        plan = flash_attn.get_scheduler_metadata(
+            seqused_k.shape[0], max_seqlen_q, max_seqlen_k, q.shape[1], *k_cache.shape[2:],
+            seqused_k, qkv_dtype=q.dtype, cu_seqlens_q=cu_seqlens_q, page_size=k_cache.shape[1],
+            causal=True, window_size=window, num_splits=num_splits,
+        )  # fmt: skip
+        out = torch.empty_like(q)
+        return lambda: flash_attn.flash_attn_varlen_func(
+            q, k_cache, v_cache, max_seqlen_q=max_seqlen_q, cu_seqlens_q=cu_seqlens_q,
+            max_seqlen_k=max_seqlen_k, seqused_k=seqused_k, causal=True, window_size=window,
+            block_table=block_table, fa_version=3, out=out, scheduler_metadata=plan,
+            num_splits=num_splits,
+        )  # fmt: skip
+
+    return {"vllm-fa3": Peer(prepare)}
+
+
+def vllm_triton(unified_attention: Callable[..., Any]) -> dict[str, Peer]:
+    segments, grid = 16, 128  # vLLM's, and the least grid for which it does not split
+
+    def prepare(*inputs: Any) -> Call:
+        q, k_cache, v_cache, block_table, seqused_k, cu_seqlens_q, *rest = inputs
+        max_seqlen_q, max_seqlen_k, window_left = rest
+        threshold = max(grid // k_cache.shape[2], 1)
+        rows = (threshold, q.shape[1], segments)
+        partial = q.new_empty(*rows, q.shape[2], dtype=torch.float32)
+        tops, sums = (q.new_empty(rows, dtype=torch.float32) for _ in range(2))
+        one, out = torch.ones(1, device=q.device), torch.empty_like(q)
+        window = (window_left, 0) if window_left >= 0 else (-1, -1)
+
+        def call() -> Tensor:
+            unified_attention(
+                q, k_cache, v_cache, out, cu_seqlens_q, max_seqlen_q, seqused_k, max_seqlen_k,
+                q.shape[2] ** -0.5, True, window, block_table, 0, None, one, one,
+                seq_threshold_3D=threshold, num_par_softmax_segments=segments,
+                softmax_segm_output=partial, softmax_segm_max=tops, softmax_segm_expsum=sums,
+            )  # fmt: skip
+            return out
+
+        return call
+
+    return {"vllm-triton": Peer(prepare)}
+
+
+def sglang(attend: Callable[..., Any], count_splits: Any) -> dict[str, Peer]:
+    most_splits = 8  # SGLang's default
+
+    def prepare(*inputs: Any) -> Call:
+        q, k_cache, v_cache, block_table, seqused_k, *_ = inputs
+        num_seqs, (heads, head_dim) = seqused_k.shape[0], q.shape[1:]
+        page_size, kv_heads = k_cache.shape[1:3]
+        splits = torch.empty(num_seqs, dtype=torch.int32, device=q.device)
+        num_sms = torch.cuda.get_device_properties(q.device).multi_processor_count
+        count_splits[(1,)](
+            splits, seqused_k, num_seqs, 1, heads, kv_heads, most_splits, num_sms,
+            MAX_NUM_SEQ=256,
+        )  # fmt: skip
+        partial = q.new_empty(num_seqs, heads, most_splits, head_dim, dtype=torch.float32)
+        lse = q.new_empty(num_seqs, heads, most_splits, dtype=torch.float32)
+        lens = seqused_k.tolist()
+        indptr = torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=q.device)
+        slot = torch.arange(page_size, device=q.device)
+        slots = torch.cat(
+            [
+                (row.long()[:, None] * page_size + slot).flatten()[:n]
+                for row, n in zip(block_table, lens, strict=True)
+            ]
+        )
+        k, v = (cache.flatten(0, 1) for cache in (k_cache, v_cache))
+        out = torch.empty_like(q)
+
+        def call() -> Tensor:
+            attend(
+                q, k, v, out, indptr, slots, partial, lse, splits, most_splits, head_dim**-0.5,
+                1.0, 1.0,
+            )  # fmt: skip
+            return out
+
+        return call
+
+    return {"sglang-triton": Peer(prepare, needs=_PLAIN)}
