@@ -7,11 +7,12 @@ from torch import Tensor
 
 import echokernels
 from bench import formulas, inputs
-from bench.case import Case, Inputs, Outputs, Peer
+from bench.case import Case, Inputs, Outputs, Peer, returning
 from bench.checks import against
 from bench.peers import sdpa_peers
 from bench.prefill import ATTENTION, BF16
 from bench.suites import Decode, Suite
+from echokernels.attention._path import forced_path
 
 
 def decodes(s: Suite) -> list[Case]:
@@ -89,6 +90,7 @@ def _formula(*arguments: Any) -> Tensor:
 
 
 def _peers(s: Suite, contexts: Decode) -> dict[str, Peer]:
+    peers = {"echo-portable": Peer(returning(_run).prepare, lambda: forced_path("portable"))}
     if len(set(contexts.lens)) > 1 or contexts.queries > 1 or contexts.window_left >= 0:
-        return {}  # a dense KV cache would need padding or a mask
-    return sdpa_peers(s.sdpa, inputs.context_sequences, causal=False, suffix="-dense-kv")
+        return peers  # a dense KV cache would need padding or a mask
+    return peers | sdpa_peers(s.sdpa, inputs.context_sequences, causal=False, suffix="-dense-kv")

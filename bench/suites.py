@@ -136,7 +136,10 @@ FULL = Suite(
         _square(4, 4096, 64, prefix="paged_", paged=True),
     ),
     decode=(
-        *(_decode(name) for name in "1x1k 1x8k 1x32k 1x128k 8x8k 64x2k 64x8k 256x1k".split()),
+        *(
+            _decode(name)
+            for name in ["1x1k", "1x8k", "1x32k", "1x128k", "8x8k", "64x2k", "64x8k", "256x1k"]
+        ),
         _decode("ragged64"),
         *(_decode(name, heads=64) for name in ("1x8k", "64x8k", "ragged64")),
         *(_decode(name, heads=8, kv_heads=1) for name in ("1x32k", "64x8k")),

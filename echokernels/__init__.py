@@ -16,6 +16,7 @@ from echokernels.attention.qk_norm_rope_cache import fused_qk_norm_rope_cache
 from echokernels.attention.qkv_rope import fused_qkv_rope
 from echokernels.attention.rope import rotary_embedding
 from echokernels.attention.rope_table import rope_table
+from echokernels.attention.split_plan import split_plan
 from echokernels.attention.workspace import attention_workspace_size
 from echokernels.norm.rms_norm import fused_add_rms_norm, rms_norm
 from echokernels.norm.rms_norm_quant import rms_norm_quant
@@ -44,5 +45,6 @@ __all__ = [
     "sample",
     "silu_and_mul",
     "silu_and_mul_quant",
+    "split_plan",
     "warmup",
 ]

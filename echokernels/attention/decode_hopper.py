@@ -63,6 +63,11 @@ def plan(head_dim: int, rows: int, units: int, num_sms: int) -> Plan:
     return Plan(128, 1)
 
 
+def most_shares(kv_heads: int, per_sm: int, num_sms: int) -> int:
+    """Of the keys, for each KV head."""
+    return max(num_sms * per_sm // kv_heads, 1)
+
+
 # Index tensors may be slices at any offset of larger buffers: their alignment varies at run time.
 @gluon.jit(
     do_not_specialize=[
@@ -142,18 +147,31 @@ def can_run(
     max_seqlen_q: int,
     softmax_scale: float,
 ) -> bool:
-    """Whether the kernel takes this call."""
-    if not target.runs_hopper_kernels or q.dtype not in GLUON_DTYPES:
-        return False
-    head_dim = q.shape[-1]
-    if not 32 < head_dim <= 128 or head_dim % 8 or softmax_scale <= 0 or num_seqs > _MOST_SEQS:
-        return False
-    if q.shape[1] // k_cache.shape[2] * max_seqlen_q > MOST_SHARED_ROWS or k_cache.shape[0] == 0:
-        return False
-    # Both sizes of tiles, so that the batch does not decide.
-    if not all(fills_tiles(k_cache.shape[1], keys) for keys in _TILES):
-        return False
-    return all(is_addressable(x) for x in (k_cache, v_cache))
+    """Whether the kernel takes this call: what TMA cannot address is left to the portable ones."""
+    num_pages, page_size, kv_heads = k_cache.shape[:3]
+    rows = q.shape[1] // kv_heads * max_seqlen_q
+    return (
+        num_pages > 0
+        and softmax_scale > 0
+        and is_made_for(target, q.dtype, q.shape[-1], rows, page_size, num_seqs)
+        and all(is_addressable(x) for x in (k_cache, v_cache))
+    )
+
+
+def is_made_for(
+    target: Target, dtype: torch.dtype, head_dim: int, rows: int, page_size: int, num_seqs: int
+) -> bool:
+    """The same of a call's sizes; rows: (query, head of the group) of a sequence, at most."""
+    return (
+        target.runs_hopper_kernels
+        and dtype in GLUON_DTYPES
+        and 32 < head_dim <= 128
+        and head_dim % 8 == 0
+        and rows <= MOST_SHARED_ROWS
+        # Both sizes of tiles, so that the batch does not decide.
+        and all(fills_tiles(page_size, keys) for keys in _TILES)
+        and num_seqs <= _MOST_SEQS
+    )
 
 
 def launch_hopper(
@@ -182,7 +200,7 @@ def launch_hopper(
     rows = group * max_seqlen_q
     block_d = triton.next_power_of_2(head_dim)
     keys, per_sm = plan(head_dim, rows, num_seqs * kv_heads, target.num_sms)
-    programs = max(target.num_sms * per_sm // kv_heads, 1) * kv_heads
+    programs = most_shares(kv_heads, per_sm, target.num_sms) * kv_heads
     piece_out, piece_lse = partials(workspace, q, programs * 2 * rows)
     shape = DecodeShape(
         head_dim=head_dim,

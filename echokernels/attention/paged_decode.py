@@ -179,6 +179,22 @@ def _config(head_dim: int, itemsize: int, rows: int, target: Target) -> TileConf
     return TileConfig(block_m, block_n, num_warps, num_stages)
 
 
+def decode_config(
+    head_dim: int,
+    dtype: torch.dtype,
+    group: int,
+    max_seqlen_q: int,
+    is_invariant: bool,
+    target: Target,
+) -> tuple[TileConfig, int]:
+    """(tile of the portable kernel, tiles of rows that a sequence has at most). is_invariant: the
+    tile must not follow the longest query of the batch."""
+    rows = (MAX_QUERIES if is_invariant else max_seqlen_q) * group
+    key = (head_dim, dtype.itemsize, min(triton.next_power_of_2(rows), 64), target.name)
+    config = select("paged_attention", key, lambda: _config(head_dim, dtype.itemsize, rows, target))
+    return config, triton.cdiv(max_seqlen_q * group, config.block_m)
+
+
 def _wants_hopper(num_splits: int, kv_split_size: int) -> bool:
     """Only where splits are neither forced nor to be independent of the batch."""
     return num_splits == 0 and kv_split_size == 0 and current_path() != "portable"
@@ -285,13 +301,8 @@ def _launch(
         return
     page_size, kv_heads = k_cache.shape[1:3]
     group = heads // kv_heads
-    # Batch invariance: the tile must not follow the longest query of the batch.
-    rows = (MAX_QUERIES if kv_split_size > 0 and cu_seqlens_q is not None else max_seqlen_q) * group
-    key = (head_dim, q.element_size(), min(triton.next_power_of_2(rows), 64), target.name)
-    config = select(
-        "paged_attention", key, lambda: _config(head_dim, q.element_size(), rows, target)
-    )
-    num_tiles = triton.cdiv(max_seqlen_q * group, config.block_m)
+    is_invariant = kv_split_size > 0 and cu_seqlens_q is not None
+    config, num_tiles = decode_config(head_dim, q.dtype, group, max_seqlen_q, is_invariant, target)
     splits = choose_num_splits(
         num_splits,
         kv_split_size,
