@@ -1,5 +1,6 @@
 """Cases of decode: contexts of one length, ragged; other heads and pages; few queries; a window."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,10 +17,10 @@ from echokernels.attention._path import forced_path
 
 
 def decodes(s: Suite) -> list[Case]:
-    return [_case(s, contexts) for contexts in s.decode]
+    return [decode_case(contexts, _peers(s, contexts)) for contexts in s.decode]
 
 
-def _case(s: Suite, contexts: Decode) -> Case:
+def decode_case(contexts: Decode, peers: Mapping[str, Peer]) -> Case:
     lens, queries = contexts.lens, contexts.queries
     # What is read: all keys that a query sees.
     seen = [n if contexts.window_left < 0 else min(n, contexts.window_left + queries) for n in lens]
@@ -34,7 +35,7 @@ def _case(s: Suite, contexts: Decode) -> Case:
         num_bytes=2 * (sum(seen) * contexts.kv_heads + len(lens) * queries * contexts.heads) * row,
         num_flops=4 * sum(seen) * queries * contexts.heads * contexts.head_dim,
         ceiling="read",
-        peers=_peers(s, contexts),
+        peers=peers,
         tags=_tags(contexts),
     )
 

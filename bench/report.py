@@ -23,6 +23,16 @@ Microseconds that an eager call keeps the host, in brackets the ratio to `torch.
 what it returns; `echo-packet` is `torch.ops.echo.<op>`, `echo-overload` its `.default`.
 """
 
+LADDER = """\
+One sequence, 32/8 heads, head dim 128: microseconds, in brackets KiB of scratch memory. `gathered`
+copies all keys into one tensor first; `not-split` gives each KV head one program (PagedAttention
+V1); `splits-of-64` is flash decoding at its finest; `echo` chooses.
+"""
+
+LAYOUT = """\
+Decode over pages [page_size, kv_heads, head_dim] (`echo`) and [kv_heads, page_size, head_dim].
+"""
+
 ACCURACY = """\
 Relative errors against float64 of the same bf16 inputs: of all outputs together, in brackets of the
 worst row.
@@ -41,6 +51,10 @@ def report() -> str:
         lines += _device(list(csv.DictReader(path.open())))
     for path in sorted(RESULTS.glob("host-*.csv")):
         lines += _host(list(csv.DictReader(path.open())))
+    for path in sorted(RESULTS.glob("ladder-*.csv")):
+        lines += _ladder(list(csv.DictReader(path.open())))
+    for path in sorted(RESULTS.glob("kv_layout-*.csv")):
+        lines += _layout(list(csv.DictReader(path.open())))
     for path in sorted(RESULTS.glob("accuracy-*.csv")):
         lines += _accuracy(list(csv.DictReader(path.open())))
     for path in sorted(RESULTS.glob("cpu-*.csv")):
@@ -105,6 +119,31 @@ def _host_cell(row: Row) -> str:
     if not row["host_us"]:
         return row["note"]
     return f"{float(row['host_us']):.1f} ({float(row['rate']):.2f}x)"
+
+
+def _ladder(rows: list[Row]) -> Iterator[str]:
+    of = rows[0]
+    yield f"## The ladder of decode, {of['gpu']}, torch {of['torch']}, Triton {of['triton']}\n"
+    yield f"Commit {of['commit'][:7]}.\n\n{LADDER}"
+    impls = list(dict.fromkeys(row["impl"] for row in rows))
+    yield from _header("keys", impls)
+    for case, group in groupby(rows, lambda row: row["case"]):
+        cells = {row["impl"]: _ladder_cell(row) for row in group}
+        yield f"| {int(case):,} | {' | '.join(cells.get(impl, '') for impl in impls)} |"
+    yield ""
+
+
+def _ladder_cell(row: Row) -> str:
+    if not row["graph_us"]:
+        return row["note"]
+    return f"{float(row['graph_us']):.1f} ({float(row['rate']) / 1024:,.0f})"
+
+
+def _layout(rows: list[Row]) -> Iterator[str]:
+    of = rows[0]
+    yield f"## Layout of cache pages, {of['gpu']}, torch {of['torch']}, Triton {of['triton']}\n"
+    yield LAYOUT
+    yield from _table("kv_layout", rows)
 
 
 def _accuracy(rows: list[Row]) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """What the commands that measure the registry share: arguments, the device, the loop over cases."""
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bench.case import Case
 from bench.ops import QUICK, cases
-from bench.results import OURS, Row, table
+from bench.results import OURS, ResultsFile, Row, default_path, provenance, table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,6 +57,39 @@ def select(
 def open_console() -> Console:
     # A pipe has no width; the tables need this much.
     return Console(width=None if Console().is_terminal else 200)
+
+
+def single_table(
+    argv: Sequence[str] | None,
+    kind: str,
+    description: str,
+    legend: str,
+    cases_of: Callable[[bool], list[Case]],
+    measure_on: Callable[[torch.device, bool], Callable[[Case], list[Row]]],
+) -> int:
+    """A command, `python -m bench.<kind>`, that measures cases of its own and keeps them in a file
+    of its own. `cases_of` and `measure_on` are told whether shapes are to be tiny."""
+    parser = argparse.ArgumentParser(prog=f"python -m bench.{kind}", description=description)
+    parser.add_argument("--quick", action="store_true", help="tiny shapes: a test of the harness")
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:1, or cpu with --quick")
+    parser.add_argument(
+        "--out", type=Path, help=f"the CSV file; default: bench/results/{kind}-<gpu>.csv"
+    )
+    args = parser.parse_args(argv)
+    device = device_of(parser, args)
+    console = open_console()
+    common = provenance(device)
+    path = args.out or default_path(kind, common["gpu"], args.quick)
+    results = ResultsFile(path, common)
+    measure = measure_on(device, args.quick)
+
+    def measure_and_keep(case: Case) -> list[Row]:
+        of_case = measure(case)
+        results.write(of_case)
+        return of_case
+
+    rows = measure_all(cases_of(args.quick), measure_and_keep, console)
+    return conclude(rows, path, legend, common, console)
 
 
 def conclude(

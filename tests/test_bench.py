@@ -2,6 +2,7 @@
 
 import csv
 import re
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -9,7 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import accuracy, compare, host_cost, libraries, results, timing
+from bench import (
+    accuracy,
+    compare,
+    host_cost,
+    kv_layout,
+    ladder,
+    libraries,
+    plot,
+    results,
+    timing,
+)
 from bench.case import Case, Peer, error_of, ours, returning
 from bench.ceilings import Ceiling
 from bench.checks import MOST_DEVIATIONS, drawn_by_probability, most_likely, row_error
@@ -395,3 +406,37 @@ def test_accuracy_of_the_quick_cases(tmp_path):
     assert {row["impl"] for row in rows} == {"echo", "sdpa-math", "sdpa-math-dense-kv"}
     for row in rows:
         assert 1e-4 < float(row["rate"]) <= float(row["error"]) < 1e-2
+
+
+def test_ladder_of_the_quick_cases(tmp_path):
+    path = tmp_path / "ladder.csv"
+    assert ladder.main(["--quick", "--device", "cpu", "--out", str(path)]) == 0
+    rows = list(csv.DictReader(path.open()))
+    assert [row["impl"] for row in rows[:4]] == ["echo", "splits-of-64", "not-split", "gathered"]
+    scratch = {row["impl"]: float(row["rate"]) for row in rows if row["case"] == "32"}
+    assert scratch["not-split"] == 0
+    assert scratch["gathered"] == pytest.approx(2 * 32 * 8 * 128 * 2, rel=1e-4)
+    assert scratch["splits-of-64"] == pytest.approx(32 * 129 * 4, rel=1e-4)
+    assert all(row["ok"] == "True" and float(row["graph_us"]) > 0 for row in rows)
+
+
+def test_layouts_hold_the_same_pages(tmp_path):
+    cache = torch.randn(3, 16, 2, 8)
+    other = kv_layout.head_major(cache)
+    assert torch.equal(other, cache)
+    assert other.stride() == (256, 8, 128, 1)
+    path = tmp_path / "layout.csv"
+    assert kv_layout.main(["--quick", "--device", "cpu", "--out", str(path)]) == 0
+    rows = list(csv.DictReader(path.open()))
+    assert {row["impl"] for row in rows} == {"echo", "head-major"}
+    assert all(row["ok"] == "True" for row in rows)
+
+
+def test_plots_of_all_results(tmp_path):
+    ladder.main(["--quick", "--device", "cpu", "--out", str(tmp_path / "ladder-cpu.csv")])
+    shutil.copy(results.RESULTS / "ops-h200.csv", tmp_path)
+    paths = list(plot.plots(tmp_path, tmp_path))
+    assert [path.name for path in paths] == ["decode-h200.svg", "ladder-cpu.svg"]
+    of_decode, of_ladder = (path.read_text() for path in paths)
+    assert "batch 64" in of_decode
+    assert "gathered" in of_ladder
