@@ -44,12 +44,6 @@ class Rows:
     k_len: gl.tensor
     slope: gl.tensor  # in base 2; used with ALiBi only
 
-    @gluon.constexpr_function
-    def __init__(self, position, k_len, slope):
-        self.position = position
-        self.k_len = k_len
-        self.slope = slope
-
 
 @gluon.constexpr_function
 def _accumulator_layout(columns):

@@ -48,12 +48,6 @@ class Ring:
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
 
-    @gluon.constexpr_function
-    def __init__(self, tiles, full, empty):
-        self.tiles = tiles
-        self.full = full
-        self.empty = empty
-
     @gluon.jit
     def tile(self, use):
         return self.tiles.index(use % self.tiles.shape[0])

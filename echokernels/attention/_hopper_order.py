@@ -34,15 +34,6 @@ class Lengths:
     most_keys: gl.tensor  # that a query tile sees
     S: gl.constexpr  # a Shape
 
-    @gluon.constexpr_function
-    def __init__(self, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr, num_seqs, most_keys, S):
-        self.cu_seqlens_q_ptr = cu_seqlens_q_ptr
-        self.cu_seqlens_k_ptr = cu_seqlens_k_ptr
-        self.seqused_k_ptr = seqused_k_ptr
-        self.num_seqs = num_seqs
-        self.most_keys = most_keys
-        self.S = gl.constexpr(S)
-
     @gluon.jit
     def queries(self, seq):
         """(first row, number) of sequences; 0 of those that do not exist."""
@@ -98,12 +89,6 @@ class Table:
     tiles: gl.shared_memory_descriptor  # i32[TABLE]: its own
     num_tiles: gl.tensor  # of all
 
-    @gluon.constexpr_function
-    def __init__(self, before, tiles, num_tiles):
-        self.before = before
-        self.tiles = tiles
-        self.num_tiles = num_tiles
-
     @gluon.jit
     def find(self, place):
         """(sequence, tiles before it) of the tile that stands at `place`; (0, 0) of none."""
@@ -120,11 +105,6 @@ class WorkList:
 
     records_ptr: gl.tensor  # i32[num_tiles, 2]: sequence, tiles before it
     num_tiles: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, records_ptr, num_tiles):
-        self.records_ptr = records_ptr
-        self.num_tiles = num_tiles
 
     @gluon.jit
     def find(self, place):

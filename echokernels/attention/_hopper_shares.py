@@ -68,40 +68,6 @@ class DecodeCall:
     counter_ptr: gl.tensor  # i32[shares, kv_heads], zeros
     S: gl.constexpr  # a DecodeShape
 
-    @gluon.constexpr_function
-    def __init__(
-        self, num_seqs, kv_heads, window_left, window_right, scale, cap, q_ptr, q_stride_token,
-        q_stride_head, seqused_k_ptr, cu_seqlens_q_ptr, table_ptr, table_stride, slopes_ptr,
-        slopes_stride, sinks_ptr, out_ptr, out_stride_token, out_stride_head, lse_ptr,
-        lse_stride_head, lse_stride_token, piece_out_ptr, piece_lse_ptr, counter_ptr, S,
-    ):  # fmt: skip
-        self.num_seqs = num_seqs
-        self.kv_heads = kv_heads
-        self.window_left = window_left
-        self.window_right = window_right
-        self.scale = scale
-        self.cap = cap
-        self.q_ptr = q_ptr
-        self.q_stride_token = q_stride_token
-        self.q_stride_head = q_stride_head
-        self.seqused_k_ptr = seqused_k_ptr
-        self.cu_seqlens_q_ptr = cu_seqlens_q_ptr
-        self.table_ptr = table_ptr
-        self.table_stride = table_stride
-        self.slopes_ptr = slopes_ptr
-        self.slopes_stride = slopes_stride
-        self.sinks_ptr = sinks_ptr
-        self.out_ptr = out_ptr
-        self.out_stride_token = out_stride_token
-        self.out_stride_head = out_stride_head
-        self.lse_ptr = lse_ptr
-        self.lse_stride_head = lse_stride_head
-        self.lse_stride_token = lse_stride_token
-        self.piece_out_ptr = piece_out_ptr
-        self.piece_lse_ptr = piece_lse_ptr
-        self.counter_ptr = counter_ptr
-        self.S = gl.constexpr(S)
-
     @gluon.jit
     def lengths(self, seq, exists):
         """(first query token, queries, keys) of sequences; 0 of those that do not exist."""
@@ -132,12 +98,6 @@ class Shares:
     size: gl.tensor
     larger: gl.tensor
     near: gl.tensor  # a cut that is so near an edge of a sequence moves to it
-
-    @gluon.constexpr_function
-    def __init__(self, size, larger, near):
-        self.size = size
-        self.larger = larger
-        self.near = near
 
     @gluon.jit
     def begin(self, share):

@@ -31,32 +31,6 @@ class Call:
     lse_stride_token: gl.tensor
     S: gl.constexpr  # a Shape
 
-    @gluon.constexpr_function
-    def __init__(
-        self, heads, group, keys_in_l2, window_left, window_right, scale, cap, slopes_ptr,
-        slopes_stride, sinks_ptr, table_ptr, table_stride, out_ptr, out_stride_token,
-        out_stride_head, lse_ptr, lse_stride_head, lse_stride_token, S,
-    ):  # fmt: skip
-        self.heads = heads
-        self.group = group
-        self.keys_in_l2 = keys_in_l2
-        self.window_left = window_left
-        self.window_right = window_right
-        self.scale = scale
-        self.cap = cap
-        self.slopes_ptr = slopes_ptr
-        self.slopes_stride = slopes_stride
-        self.sinks_ptr = sinks_ptr
-        self.table_ptr = table_ptr
-        self.table_stride = table_stride
-        self.out_ptr = out_ptr
-        self.out_stride_token = out_stride_token
-        self.out_stride_head = out_stride_head
-        self.lse_ptr = lse_ptr
-        self.lse_stride_head = lse_stride_head
-        self.lse_stride_token = lse_stride_token
-        self.S = gl.constexpr(S)
-
 
 @aggregate
 class Work:
@@ -69,16 +43,6 @@ class Work:
     k_start: gl.tensor  # row of the first key in packed keys
     k_len: gl.tensor
     seq: gl.tensor  # -1: there is no more work
-
-    @gluon.constexpr_function
-    def __init__(self, head, row, rows, position, k_start, k_len, seq):
-        self.head = head
-        self.row = row
-        self.rows = rows
-        self.position = position
-        self.k_start = k_start
-        self.k_len = k_len
-        self.seq = seq
 
 
 @gluon.jit
