@@ -514,7 +514,7 @@ def test_a22_more_sequences_than_a_grid_dimension(cuda):
 def test_a24_one_graph_serves_any_lengths(cuda, num_splits, page_size):
     gen = generator(24)
     q = randn(4, 8, 128, dtype=torch.bfloat16, device=cuda, gen=gen)
-    pages = 4_112 // page_size
+    pages = 131_072 // page_size
     shape = (4 * pages, page_size, 2, 128)
     k_cache = torch.randn(*shape, device=cuda, dtype=torch.bfloat16)
     v_cache = torch.randn(*shape, device=cuda, dtype=torch.bfloat16)
@@ -532,7 +532,7 @@ def test_a24_one_graph_serves_any_lengths(cuda, num_splits, page_size):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         _, lse = call(out)
-    for new in ([17, 129, 4_097, 0], [0, 0, 0, 0], [1, 1, 1, 1], [4_112, 3, 64, 2_000]):
+    for new in ([17, 129, 4_097, 0], [0] * 4, [1] * 4, [131_072, 3, 64, 2_000], [0, 0, 0, 131_072]):
         lens.copy_(torch.tensor(new, device=cuda, dtype=torch.int32))
         graph.replay()
         want, want_lse = call(torch.empty_like(q))
