@@ -247,14 +247,14 @@ def launch_hopper(
         softmax_scale * _LOG2_E,
         softcap * _LOG2_E,
         S=shape,
-        BLOCK_SEQS=_block_seqs(num_seqs),
+        BLOCK_SEQS=block_seqs(num_seqs),
         num_warps=4,
         maxnreg=128 if per_sm == 2 else None,
         **early_launch(q.device),
     )
 
 
-def _block_seqs(num_seqs: int) -> int:
+def block_seqs(num_seqs: int) -> int:
     """Few sizes, as each is a compilation: one sequence, half a warp, a warpgroup, and so on."""
     return (
         1 if num_seqs == 1 else 16 if num_seqs <= 16 else max(128, triton.next_power_of_2(num_seqs))

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from echokernels import WarmupStep, warmup
 from echokernels._warmup import warmup_steps
+from echokernels.attention import decode_hopper
 
 limits = st.integers(1, 300)
 
@@ -41,6 +42,17 @@ def test_every_size_has_a_step_on_its_side_of_every_power_of_two(
     chunks = {bucket(max(step.query_lens)) for step in steps}
     for size in range(1, min(max_num_batched_tokens, max_model_len) + 1):
         assert bucket(size) in chunks
+
+
+@given(st.integers(1, 1024), st.integers(1, 70), st.sampled_from([78, 114, 132]))
+def test_decodes_meet_every_kernel_for_hopper(max_num_seqs, kv_heads, num_sms):
+    def kernel(num_seqs):
+        plan = decode_hopper.plan(128, 4, num_seqs * kv_heads, num_sms)
+        return plan, decode_hopper.block_seqs(num_seqs)
+
+    steps = warmup_steps(max_num_seqs, max_num_seqs, 64)
+    met = {kernel(len(step.query_lens)) for step in steps if set(step.query_lens) == {1}}
+    assert met == {kernel(num_seqs) for num_seqs in range(1, max_num_seqs + 1)}
 
 
 def test_runs_every_step_and_shows_progress():
