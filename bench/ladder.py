@@ -24,6 +24,8 @@ from bench.measure import check_and_time
 from bench.prefill import ATTENTION, BF16
 from bench.results import OURS, Row
 from bench.timing import graph_us, make_round
+from echokernels._launch import record
+from echokernels._replay import bypass
 
 UNIT = "bytes of scratch"
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -45,10 +47,7 @@ def _measure_on(device: torch.device, _quick: bool) -> Callable[[Case], list[Row
             lambda works: [{"graph_us": us} for us in graph_us(works, device)],
             lambda given: case.rotation(given, device),
         )
-        length = int(case.name)
-        return [
-            replace(row, rate=scratch_bytes(row.impl, length, device), unit=UNIT) for row in rows
-        ]
+        return [replace(row, rate=scratch_bytes(row.impl, case, device), unit=UNIT) for row in rows]
 
     return measure
 
@@ -99,16 +98,17 @@ def _gathered(
     return out[:, :, 0]
 
 
-def scratch_bytes(impl: str, length: int, device: torch.device) -> float:
+def scratch_bytes(impl: str, case: Case, device: torch.device) -> float:
     """Of device memory, besides inputs and outputs."""
-    size = partial(
-        echokernels.attention_workspace_size, 1, 1, HEADS, KV_HEADS, HEAD_DIM, device=device
-    )
-    if impl == "not-split":
-        return 0.0
     if impl == "gathered":
-        return float(2 * length * KV_HEADS * HEAD_DIM * BF16)
-    return float(size() if impl == OURS else size(num_splits=-(-length // SPLIT)))
+        return float(2 * int(case.name) * KV_HEADS * HEAD_DIM * BF16)
+    run = case.run if impl == OURS else case.peers[impl].prepare
+    given = case.make(device)
+    with bypass(), record() as recording:
+        result = run(*given)
+        if callable(result):
+            result()
+    return float(sum(memory.nbytes for memory in recording.scratch))
 
 
 if __name__ == "__main__":

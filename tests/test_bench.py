@@ -414,9 +414,9 @@ def test_ladder_of_the_quick_cases(tmp_path):
     rows = list(csv.DictReader(path.open()))
     assert [row["impl"] for row in rows[:4]] == ["echo", "splits-of-64", "not-split", "gathered"]
     scratch = {row["impl"]: float(row["rate"]) for row in rows if row["case"] == "32"}
-    assert scratch["not-split"] == 0
+    # On a CPU only what is gathered takes memory.
+    assert scratch["not-split"] == scratch["splits-of-64"] == scratch["echo"] == 0
     assert scratch["gathered"] == pytest.approx(2 * 32 * 8 * 128 * 2, rel=1e-4)
-    assert scratch["splits-of-64"] == pytest.approx(32 * 129 * 4, rel=1e-4)
     assert all(row["ok"] == "True" and float(row["graph_us"]) > 0 for row in rows)
 
 

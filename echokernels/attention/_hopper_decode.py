@@ -60,9 +60,10 @@ def produce(k_desc, v_desc, k_ring, v_ring, seq, tile, left, call):
 
 
 @gluon.jit
-def consume(k_ring, v_ring, q_tile, p_tile, shares, seq, tile, at, left, call):
+def consume(k_ring, v_ring, q_tile, p_tile, shares, seq, tile, at, left, has_empty, call):
     """Attends to the tiles of a share."""
-    fill_empty(call)
+    if has_empty:
+        fill_empty(call)
     kv_head = gl.program_id(0) % call.kv_heads
     used = 0
     while left > 0:

@@ -1,4 +1,4 @@
-"""Shared memory of the Hopper prefill: tiles that one warp loads by TMA and consumers use.
+"""Shared memory of the kernels for Hopper: tiles that one warp loads by TMA and consumers use.
 
 A ring has a few slots, each with two barriers: `full`, which completes when the bytes of a tile
 have arrived, and `empty`, which completes when every consumer is done with it. The n-th use of a

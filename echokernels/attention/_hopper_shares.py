@@ -4,8 +4,8 @@ The key tiles of all sequences stand in a row, one sequence after the other, and
 the row is cut into equal shares, one for each program (work-centric attention: Stream-K, Osama et
 al., 2023; LeanAttention, Sanovar et al., 2024). So all read the same amount, whatever the mix of
 lengths, and every program finds its own share from the lengths alone. A cut that comes near an edge
-of a sequence moves to that edge: a piece of a sequence costs a start and a merge. Where the
-sequences are about of one length, shorter than a share, every cut does.
+of a sequence moves to that edge: a piece of a sequence costs a start and a merge. Where all are of
+one length and there are nearly as many for each program, every cut does.
 """
 
 from typing import NamedTuple
@@ -129,8 +129,8 @@ def _sum_max_sum(a0, a1, a2, b0, b1, b2):
 
 @gluon.jit
 def share_of_program(call, min_tiles, BLOCK_SEQS: gl.constexpr):
-    """(shares, sequence, tile of it, tile of all) at which the program's share begins, and how many
-    tiles it has."""
+    """(shares, sequence, tile of it, tile of all) at which the program's share begins, how many
+    tiles it has, and whether any sequence has none."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     seq = gl.arange(0, BLOCK_SEQS, layout=layout)
     _, q_len, k_len = call.lengths(seq, seq < call.num_seqs)
@@ -141,14 +141,15 @@ def share_of_program(call, min_tiles, BLOCK_SEQS: gl.constexpr):
     count = gl.maximum(gl.minimum(gl.num_programs(0) // call.kv_heads, total // min_tiles), 1)
     size = total // count
     near = size // 8
-    if (longest <= size) & (longest * present * 16 <= total * 17):
+    # All of one length, and nearly as many of them for each share.
+    if (longest * present == total) & (gl.cdiv(present, count) * count * 32 <= present * 33):
         near = longest // 2
     shares = Shares(size, total - size * count, near)
     share = gl.program_id(0) // call.kv_heads
     at = _cut(share, shares, total, end, tiles)
     stop = _cut(share + 1, shares, total, end, tiles)
     begin, seq, _ = _holder(at, end, tiles)
-    return shares, seq, at - begin, at, stop - at
+    return shares, seq, at - begin, at, stop - at, present < call.num_seqs
 
 
 @gluon.jit

@@ -3,7 +3,7 @@
 One or two programs on each SM. Each finds its share of all key tiles (`_hopper_shares`); one warp
 loads it and four attend to it (`_hopper_decode`); pieces of sequences merge (`_hopper_pieces`).
 What it computes is what the portable kernels in `paged_decode.py` do; it takes fp16 and bf16 with
-head dims up to 128, and up to 64 rows of (query, head of the group) a sequence.
+head dims over 32 up to 128, and up to 16 rows of (query, head of the group) a sequence.
 """
 
 from typing import NamedTuple
@@ -35,7 +35,7 @@ _LOG2_E = 1.4426950408889634
 _MOST_SEQS = 1024
 # Key tiles that are not worth splitting.
 _MIN_TILES = 1
-# Of the tiles on their way, by programs on an SM. More of them slow a single program down.
+# Of the tiles on their way, by programs on an SM. A single program gains little by more.
 _KEY_BYTES = {1: 132 * 1024, 2: 100 * 1024}
 # Rows of pieces that are merged at a time: two programs have half of the registers each.
 _MERGED_ROWS = {1: 128, 2: 64}
@@ -49,15 +49,12 @@ class Plan(NamedTuple):
     per_sm: int  # programs on an SM
 
 
-def plan(head_dim: int, rows: int, units: int, num_sms: int) -> Plan:
-    """rows: (query, head of the group) of a sequence; units: sequences times KV heads.
+def plan(head_dim: int, units: int, num_sms: int) -> Plan:
+    """units: sequences times KV heads.
 
     Two programs on an SM hide each other's softmax when there is enough to read; where latency
     counts, one with larger tiles is ahead. Halves of a head dim of 64 read as much in large tiles.
     """
-    if rows > 16:
-        # Scores of larger tiles do not fit the registers.
-        return Plan(64, 1)
     if head_dim > 64 and units > num_sms:
         return Plan(64, 2)
     return Plan(128, 1)
@@ -71,9 +68,9 @@ def most_shares(kv_heads: int, per_sm: int, num_sms: int) -> int:
 # Index tensors may be slices at any offset of larger buffers: their alignment varies at run time.
 @gluon.jit(
     do_not_specialize=[
-        "table_ptr", "seqused_k_ptr", "cu_seqlens_q_ptr", "slopes_ptr", "sinks_ptr", "num_seqs",
-        "kv_heads", "min_tiles", "window_left", "window_right", "table_stride", "slopes_stride",
-        "lse_stride_head", "lse_stride_token",
+        "counter_ptr", "table_ptr", "seqused_k_ptr", "cu_seqlens_q_ptr", "slopes_ptr", "sinks_ptr",
+        "num_seqs", "kv_heads", "min_tiles", "window_left", "window_right", "table_stride",
+        "slopes_stride", "lse_stride_head", "lse_stride_token",
     ]
 )  # fmt: skip
 def decode_hopper_kernel(
@@ -126,16 +123,11 @@ def decode_hopper_kernel(
         piece_lse_ptr, counter_ptr, S,
     )  # fmt: skip
     wait_for_previous(PDL)
-    shares, seq, tile, at, left = share_of_program(call, min_tiles, BLOCK_SEQS)
+    shares, seq, tile, at, left, has_empty = share_of_program(call, min_tiles, BLOCK_SEQS)
     let_next_start(PDL)
-    gl.warp_specialize(
-        [
-            (consume, (k_ring, v_ring, q_tile, p_tile, shares, seq, tile, at, left, call)),
-            (produce, (k_desc, v_desc, k_ring, v_ring, seq, tile, left, call)),
-        ],
-        [1],
-        [64],
-    )
+    uses = (k_ring, v_ring, q_tile, p_tile, shares, seq, tile, at, left, has_empty, call)
+    loads = (k_desc, v_desc, k_ring, v_ring, seq, tile, left, call)
+    gl.warp_specialize([(consume, uses), (produce, loads)], [1], [64])
 
 
 def can_run(
@@ -149,13 +141,18 @@ def can_run(
 ) -> bool:
     """Whether the kernel takes this call: what TMA cannot address is left to the portable ones."""
     num_pages, page_size, kv_heads = k_cache.shape[:3]
-    rows = q.shape[1] // kv_heads * max_seqlen_q
+    rows = _rows(q, kv_heads, max_seqlen_q)
     return (
         num_pages > 0
         and softmax_scale > 0
         and is_made_for(target, q.dtype, q.shape[-1], rows, page_size, num_seqs)
         and all(is_addressable(x) for x in (k_cache, v_cache))
     )
+
+
+def _rows(q: torch.Tensor, kv_heads: int, max_seqlen_q: int) -> int:
+    """(query, head of the group) of a sequence, at most."""
+    return q.shape[1] // kv_heads * min(max_seqlen_q, q.shape[0])
 
 
 def is_made_for(
@@ -197,9 +194,9 @@ def launch_hopper(
     page_size, kv_heads = k_cache.shape[1:3]
     num_seqs = seqused_k.shape[0]
     group = heads // kv_heads
-    rows = group * max_seqlen_q
+    rows = _rows(q, kv_heads, max_seqlen_q)
     block_d = triton.next_power_of_2(head_dim)
-    keys, per_sm = plan(head_dim, rows, num_seqs * kv_heads, target.num_sms)
+    keys, per_sm = plan(head_dim, num_seqs * kv_heads, target.num_sms)
     programs = most_shares(kv_heads, per_sm, target.num_sms) * kv_heads
     piece_out, piece_lse = partials(workspace, q, programs * 2 * rows)
     shape = DecodeShape(

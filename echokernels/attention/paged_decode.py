@@ -9,6 +9,8 @@ Grid and workspace follow from capacity alone; every program finds its chunk fro
 device. One captured graph therefore serves any lengths, and rows padded with length 0 get 0 and
 -inf. Chunks beyond a sequence's end are neither written nor read.
 
+On Hopper another kernel takes most calls (`decode_hopper.py`).
+
 Mutates `out`, `lse` and `workspace` (scratch; nothing in it outlives the call).
 """
 

@@ -21,7 +21,7 @@ MIN_KEYS = 64
 """Keys that are not worth splitting: one tile."""
 
 MOST_SHARES_PER_SM = 2
-MOST_SHARED_ROWS = 64
+MOST_SHARED_ROWS = 16
 """Rows of (query, head of the group) of a sequence whose keys are cut into equal shares."""
 
 # What an SM holds at once (H200: 512 programs are best at 1 x 32k, 1 x 128k, 8 x 8k and 64 x 8k);
@@ -83,7 +83,7 @@ def share_cuts(tiles: Sequence[int], most_shares: int) -> list[int]:
     size, larger = divmod(total, count)
     near = size // 8
     present = sum(number > 0 for number in tiles)
-    if longest <= size and longest * present * 16 <= total * 17:
+    if longest * present == total and -(-present // count) * count * 32 <= present * 33:
         near = longest // 2
     ends = [*accumulate(tiles)]
     begins = [share * size + min(share, larger) for share in range(count + 1)]

@@ -34,9 +34,9 @@ def split_plan(
     default).
 
     With num_splits = 0 a Hopper GPU cuts the keys of all sequences together into equal shares, one
-    for each program that it runs at once: the count follows a sequence's length, is 1 for one that
-    is shorter than a share and happens to lie within one, and rises with the length. Raises
-    ValueError for sizes that do not fit.
+    for each program that it runs at once: the count is about proportional to the length, one more
+    or less by where the sequence stands, and 1 for one that lies within a share. Raises ValueError
+    for sizes that do not fit.
     """
     lens = seqused_k.tolist() if isinstance(seqused_k, torch.Tensor) else list(seqused_k)
     for name, value in (("query_len", query_len), ("num_heads", num_heads)):
@@ -62,7 +62,7 @@ def split_plan(
             target, dtype, head_dim, group * query_len, page_size, len(lens)
         )
     ):
-        block_n, shares = _shares(head_dim, group * query_len, len(lens), num_kv_heads, target)
+        block_n, shares = _shares(head_dim, len(lens), num_kv_heads, target)
         return pieces_of([-(-keys // block_n) for keys in visible(block_n)], shares)
     config, num_tiles = decode_config(
         head_dim, dtype, group, query_len, kv_split_size > 0 and query_len > 1, target
@@ -81,11 +81,9 @@ def split_plan(
     return [_chunks(keys, divisor, least, config.block_n) for keys in visible(config.block_n)]
 
 
-def _shares(
-    head_dim: int, rows: int, num_seqs: int, kv_heads: int, target: Target
-) -> tuple[int, int]:
+def _shares(head_dim: int, num_seqs: int, kv_heads: int, target: Target) -> tuple[int, int]:
     """(keys of a tile, shares for each KV head) of the kernel for Hopper."""
-    block_n, per_sm = decode_hopper.plan(head_dim, rows, num_seqs * kv_heads, target.num_sms)
+    block_n, per_sm = decode_hopper.plan(head_dim, num_seqs * kv_heads, target.num_sms)
     return block_n, decode_hopper.most_shares(kv_heads, per_sm, target.num_sms)
 
 

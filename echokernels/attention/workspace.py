@@ -1,4 +1,5 @@
-"""Scratch memory of the attention ops: partial outputs and their LSEs, one per (split, row).
+"""Scratch memory of the attention ops: partial outputs and their LSEs, one per (split, row), or two
+per program that has a share of the keys, and row.
 
 Its size follows from capacity alone. There is no buffer behind the user's back: a shared one would
 race between streams.

@@ -1,11 +1,12 @@
 """The decode for Hopper beside the portable one, however its work is shared out."""
 
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 
-from echokernels import paged_attention
+from echokernels import _counters, paged_attention
 from echokernels.attention import decode_hopper
 from echokernels.attention._path import forced_path
 from echokernels.attention.decode_hopper import Plan
@@ -64,15 +65,26 @@ def make_case(
     return Case(q, k_cache, v_cache, table, torch.tensor(k_lens, device=device))
 
 
-def decode(path, case, **options):
+def decode(case, **options):
     out = poisoned(*case.q.shape, dtype=case.q.dtype, device=case.q.device)
-    with forced_path(path):
-        return paged_attention(*case, out=out, return_lse=True, **options)
+    return paged_attention(*case, out=out, return_lse=True, **options)
+
+
+def decode_by(path, case, **options):
+    with (
+        forced_path(path),
+        mock.patch.object(
+            decode_hopper, "launch_hopper", side_effect=decode_hopper.launch_hopper
+        ) as launch,
+    ):
+        results = decode(case, **options)
+    assert launch.call_count == (path == "hopper")
+    return results
 
 
 def assert_same(case, **options):
-    out, lse = decode("hopper", case, **options)
-    want, want_lse = decode("portable", case, **options)
+    out, lse = decode_by("hopper", case, **options)
+    want, want_lse = decode_by("portable", case, **options)
     # Both round weights and results.
     assert_close(out, want.double(), roundings=4, scale=1.0)
     assert_close(lse, want_lse.double(), roundings=8, scale=4.0)
@@ -97,17 +109,34 @@ def test_pages_of_other_sizes(cuda, monkeypatch, plan, page_size):
     assert_same(case, window=(1500, -1), sinks=torch.randn(8, device=cuda).half())
 
 
-@pytest.mark.parametrize("queries", [2, 5, 8, 16])
-def test_pieces_of_many_rows(cuda, queries):
-    case = make_case(cuda, [3000, 77, 5000], head_dim=64, queries=queries)
+@pytest.mark.parametrize(("heads", "queries"), [(8, 2), (8, 4), (6, 5), (2, 16)])
+def test_pieces_of_many_rows(cuda, heads, queries):
+    case = make_case(cuda, [3000, 77, 5000], heads=heads, head_dim=64, queries=queries)
     boundaries = torch.arange(4, device=cuda, dtype=torch.int32) * queries
     assert_same(case, cu_seqlens_q=boundaries, max_seqlen_q=queries)
 
 
-def test_a_call_leaves_its_counters_as_they_were(cuda):
-    case = make_case(cuda, [2000] * 8, heads=32, kv_heads=8)
-    want, want_lse = decode("hopper", case)
-    for _ in range(20):
-        out, lse = decode("hopper", case)
-        assert torch.equal(out, want)
-        assert torch.equal(lse, want_lse)
+@pytest.mark.parametrize("k_lens", [[2000] * 8, [2000] * 40, [1, 0, 9000]])
+def test_launches_leave_zeros(cuda, k_lens):
+    """On streams of their own, replayed with other pointers, and in a graph."""
+    cases = [make_case(cuda, k_lens, heads=32, kv_heads=8) for _ in range(2)]
+    want = [decode_by("portable", case) for case in cases]
+    graph = torch.cuda.CUDAGraph()
+    for _ in range(3):
+        for case, (out, lse) in zip(cases, want, strict=True):
+            for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    results = decode(case)
+                torch.cuda.current_stream().wait_stream(stream)
+                assert_close(results[0], out.double(), roundings=4, scale=1.0)
+                assert_close(results[1], lse.double(), roundings=8, scale=4.0)
+    with torch.cuda.graph(graph):
+        captured = decode(cases[0])
+    for _ in range(3):
+        graph.replay()
+        assert_close(captured[0], want[0][0].double(), roundings=4, scale=1.0)
+    torch.cuda.synchronize()
+    of_streams = [c for s in _counters._supplies.values() for c in s.of_stream.values()]
+    assert len(of_streams) >= 2
+    assert not any(counter.any() for counter in of_streams)

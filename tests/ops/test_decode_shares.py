@@ -12,9 +12,15 @@ from triton.experimental.gluon import language as gl
 
 from echokernels import attention_workspace_size
 from echokernels._target import KNOWN_TARGETS, assume
+from echokernels.attention import decode_hopper
 from echokernels.attention._hopper_shares import DecodeCall, DecodeShape, share_of_program
-from echokernels.attention.decode_hopper import plan
-from echokernels.attention.split import MOST_SHARES_PER_SM, pieces_of, share_cuts
+from echokernels.attention.decode_hopper import most_shares, plan
+from echokernels.attention.split import (
+    MOST_SHARED_ROWS,
+    MOST_SHARES_PER_SM,
+    pieces_of,
+    share_cuts,
+)
 
 TILES = st.lists(st.integers(0, 3000), min_size=1, max_size=60) | st.builds(
     lambda number, count: [number] * count, st.integers(0, 3000), st.integers(1, 300)
@@ -27,10 +33,23 @@ def test_shares_are_about_equal(tiles, most_shares):
     assert len(cuts) - 1 <= most_shares
     assert (cuts[0], cuts[-1]) == (0, sum(tiles))
     size = sum(tiles) / (len(cuts) - 1)
-    # Each edge moves by an eighth, or where all sequences are short and of one length to the next.
-    longest = max(tiles)
-    slack = max(size / 4, longest + 1 if longest <= size else 0)
-    assert all(0 <= end - begin <= size + 1 + slack for begin, end in pairwise(cuts))
+    # Each edge moves by an eighth at most.
+    assert all(0 <= end - begin <= size + 1 + size / 4 for begin, end in pairwise(cuts))
+
+
+@given(length=st.integers(1, 600), shares=st.integers(1, 300), each=st.integers(1, 9))
+def test_sequences_of_one_length_stay_whole_if_they_fit(length, shares, each):
+    tiles = [length] * (shares * each)
+    assert pieces_of(tiles, shares) == [1] * len(tiles)
+    assert [end - begin for begin, end in pairwise(share_cuts(tiles, shares))] == [
+        length * each
+    ] * shares
+
+
+@pytest.mark.parametrize("num_seqs", [34, 36, 40, 50, 67, 100])
+def test_others_of_one_length_are_cut_so_that_no_share_is_much_larger(num_seqs):
+    cuts = share_cuts([128] * num_seqs, 33)
+    assert max(end - begin for begin, end in pairwise(cuts)) <= 1.26 * 128 * num_seqs / 33
 
 
 @given(tiles=TILES, most_shares=st.integers(1, 600))
@@ -56,7 +75,7 @@ def test_pieces_follow_the_lengths():
     assert pieces_of([0, 0], 16) == [1, 1]
     assert pieces_of([2048], 33) == [33]
     assert pieces_of([64] * 8, 16) == [2] * 8
-    # Within one batch the count rises with the length.
+    # Within one batch the count follows the length.
     counts = pieces_of([8, 64, 512, 4096], 66)
     assert counts == sorted(counts)
     assert (counts[0], counts[-1] > 40) == (1, True)
@@ -65,32 +84,33 @@ def test_pieces_follow_the_lengths():
 
 
 def test_the_plan_follows_the_amount_of_work():
-    assert plan(128, 4, 8, 132) == (128, 1)
-    assert plan(128, 4, 512, 132) == (64, 2)
-    assert plan(64, 4, 512, 132) == (128, 1)
-    assert plan(128, 32, 8, 132) == (64, 1)
+    assert plan(128, 8, 132) == (128, 1)
+    assert plan(128, 512, 132) == (64, 2)
+    assert plan(64, 512, 132) == (128, 1)
 
 
 @given(
     kv_heads=st.sampled_from([1, 2, 5, 8, 16, 128, 300]),
-    group=st.sampled_from([1, 3, 4, 8, 40]),
-    max_seqs=st.sampled_from([1, 2, 17, 133, 1024]),
-    query_len=st.integers(1, 16),
+    group=st.sampled_from([1, 3, 4, 8, 16]),
+    num_seqs=st.sampled_from([1, 2, 17, 133, 1024]),
+    max_tokens=st.integers(1, 2000),
 )
-def test_pieces_fit_the_promised_workspace(kv_heads, group, max_seqs, query_len):
+def test_pieces_fit_the_promised_workspace(kv_heads, group, num_seqs, max_tokens):
+    """The longest query of a batch may be longer than what there are tokens for."""
     target = KNOWN_TARGETS["sm_90"]
-    rows = group * query_len
-    if rows > 64:
-        return
     with assume(target):
-        size = attention_workspace_size(
-            max_seqs, max_seqs * query_len, kv_heads * group, kv_heads, 128
-        )
-    for seqs in {1, max_seqs}:
-        _, per_sm = plan(128, rows, seqs * kv_heads, target.num_sms)
-        assert per_sm <= MOST_SHARES_PER_SM
-        programs = max(target.num_sms * per_sm // kv_heads, 1) * kv_heads
-        assert programs * 2 * rows * 129 * 4 <= size
+        size = attention_workspace_size(num_seqs, max_tokens, kv_heads * group, kv_heads, 128)
+    _, per_sm = plan(128, num_seqs * kv_heads, target.num_sms)
+    assert per_sm <= MOST_SHARES_PER_SM
+    rows = min(group * min(16, max_tokens), MOST_SHARED_ROWS)
+    programs = most_shares(kv_heads, per_sm, target.num_sms) * kv_heads
+    assert programs * 2 * rows * 129 * 4 <= size
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 8])
+def test_rows_are_no_more_than_there_are_tokens_for(num_tokens):
+    q = torch.empty(num_tokens, 8, 64, device="meta")
+    assert decode_hopper._rows(q, 2, 5) == 4 * min(num_tokens, 5)
 
 
 @gluon.jit(do_not_specialize=["num_seqs", "kv_heads", "window_left"])
@@ -112,7 +132,7 @@ def _write_shares_kernel(
         cu_seqlens_q_ptr if S.has_boundaries else lens, lens, zero, lens, zero, lens, lens, zero,
         zero, lens, zero, zero, lens, lens, lens, S,
     )  # fmt: skip
-    _, seq, tile, at, left = share_of_program(call, 1, BLOCK_SEQS)
+    _, seq, tile, at, left, _ = share_of_program(call, 1, BLOCK_SEQS)
     ptr = out_ptr + gl.program_id(0) * 4
     gl.store(ptr, seq)
     gl.store(ptr + 1, tile)
