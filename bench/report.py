@@ -1,7 +1,7 @@
 """The committed results as Markdown: `python -m bench.report > docs/performance.md`."""
 
 import csv
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
 
 from bench.results import CEILING, OURS, RESULTS
@@ -125,11 +125,17 @@ def _ladder(rows: list[Row]) -> Iterator[str]:
     of = rows[0]
     yield f"## The ladder of decode, {of['gpu']}, torch {of['torch']}, Triton {of['triton']}\n"
     yield f"Commit {of['commit'][:7]}.\n\n{LADDER}"
+    rows = [{**row, "case": f"{int(row['case']):,}"} for row in rows]
+    yield from _by_case("keys", rows, _ladder_cell)
+
+
+def _by_case(first: str, rows: list[Row], cell: Callable[[Row], str]) -> Iterator[str]:
+    """A line for each case, a column for each implementation."""
     impls = list(dict.fromkeys(row["impl"] for row in rows))
-    yield from _header("keys", impls)
+    yield from _header(first, impls)
     for case, group in groupby(rows, lambda row: row["case"]):
-        cells = {row["impl"]: _ladder_cell(row) for row in group}
-        yield f"| {int(case):,} | {' | '.join(cells.get(impl, '') for impl in impls)} |"
+        cells = {row["impl"]: cell(row) for row in group}
+        yield f"| {case} | {' | '.join(cells.get(impl, '') for impl in impls)} |"
     yield ""
 
 
@@ -150,16 +156,11 @@ def _accuracy(rows: list[Row]) -> Iterator[str]:
     of = rows[0]
     yield f"## Errors of prefill, {of['gpu']}, torch {of['torch']}, Triton {of['triton']}\n"
     yield f"Commit {of['commit'][:7]}.\n\n{ACCURACY}"
-    impls = list(dict.fromkeys(row["impl"] for row in rows))
-    yield from _header("case", impls)
-    for case, group in groupby(rows, lambda row: row["case"]):
-        cells = {
-            row["impl"]: f"{float(row['rate']):.2e} ({float(row['error']):.1e})"
-            for row in group
-            if row["rate"]
-        }
-        yield f"| {case} | {' | '.join(cells.get(impl, '') for impl in impls)} |"
-    yield ""
+    yield from _by_case("case", rows, _accuracy_cell)
+
+
+def _accuracy_cell(row: Row) -> str:
+    return f"{float(row['rate']):.2e} ({float(row['error']):.1e})" if row["rate"] else ""
 
 
 def _cpu(rows: list[Row]) -> Iterator[str]:

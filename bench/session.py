@@ -20,6 +20,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--filter", default="", help='only cases whose "op name" contains this text'
     )
+    _add_device_arguments(parser)
+
+
+def _add_device_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="tiny shapes: a test of the harness")
     parser.add_argument("--device", default="cuda", help="cuda, cuda:1, or cpu with --quick")
 
@@ -70,8 +74,7 @@ def single_table(
     """A command, `python -m bench.<kind>`, that measures cases of its own and keeps them in a file
     of its own. `cases_of` and `measure_on` are told whether shapes are to be tiny."""
     parser = argparse.ArgumentParser(prog=f"python -m bench.{kind}", description=description)
-    parser.add_argument("--quick", action="store_true", help="tiny shapes: a test of the harness")
-    parser.add_argument("--device", default="cuda", help="cuda, cuda:1, or cpu with --quick")
+    _add_device_arguments(parser)
     parser.add_argument(
         "--out", type=Path, help=f"the CSV file; default: bench/results/{kind}-<gpu>.csv"
     )

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from echokernels._gluon_compat import aggregate
-from echokernels.attention._hopper_memory import BLOCK_ROWS, zero_rows
+from echokernels.attention._hopper_memory import BLOCK_ROWS, accumulator_layout, zero_rows
 from echokernels.attention._hopper_softmax import (
     NOTHING,
     as_operand,
@@ -43,13 +43,6 @@ class Rows:
     position: gl.tensor  # of the first row, counted in keys
     k_len: gl.tensor
     slope: gl.tensor  # in base 2; used with ALiBi only
-
-
-@gluon.constexpr_function
-def _accumulator_layout(columns):
-    return gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
-    )
 
 
 @gluon.jit
@@ -124,7 +117,7 @@ def _first_tile(q, k_ring, v_ring, use, tile, rows, call):
     """(accumulator, base, sum, weights) after the last key tile, which may have an end."""
     S: gl.constexpr = call.S
     BLOCK_D: gl.constexpr = S.block_d
-    OUT: gl.constexpr = _accumulator_layout(BLOCK_D)
+    OUT: gl.constexpr = accumulator_layout(BLOCK_D)
     k_ring.wait_full(use)
     s = warpgroup_mma_wait(0, [_multiply(q, k_ring.tile(use))])
     k_ring.release(use)
@@ -179,7 +172,7 @@ def _next_tile(q, k_ring, v_ring, use, acc, base, l, p, tile, rows, call, MASKED
 def _multiply(q, k):
     """q k^T, in flight."""
     BLOCK_N: gl.constexpr = k.shape[0]
-    zero = gl.zeros([BLOCK_ROWS, BLOCK_N], gl.float32, _accumulator_layout(BLOCK_N))
+    zero = gl.zeros([BLOCK_ROWS, BLOCK_N], gl.float32, accumulator_layout(BLOCK_N))
     return warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
 
 

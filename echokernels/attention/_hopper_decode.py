@@ -20,9 +20,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from echokernels._gluon_compat import barrier
-from echokernels.attention._hopper_memory import load_page_ids, load_pages, zero_rows
-from echokernels.attention._hopper_pieces import (
+from echokernels.attention._hopper_memory import (
     accumulator_layout,
+    load_page_ids,
+    load_pages,
+    zero_rows,
+)
+from echokernels.attention._hopper_pieces import (
     fill_empty,
     merge_pieces,
     rows_of,

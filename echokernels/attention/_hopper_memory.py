@@ -1,4 +1,5 @@
-"""Shared memory of the kernels for Hopper: tiles that one warp loads by TMA and consumers use.
+"""Shared memory of the kernels for Hopper: tiles that one warp loads by TMA and consumers use. And
+how products of them lie in registers.
 
 A ring has a few slots, each with two barriers: `full`, which completes when the bytes of a tile
 have arrived, and `empty`, which completes when every consumer is done with it. The n-th use of a
@@ -40,6 +41,14 @@ class Shape(NamedTuple):
 
 BLOCK_ROWS = gl.constexpr(64)
 """Queries of a consumer: what WGMMA multiplies at once."""
+
+
+@gluon.constexpr_function
+def accumulator_layout(columns):
+    """Of a product of a warpgroup, all of whose columns one WGMMA multiplies."""
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
+    )
 
 
 @aggregate

@@ -8,16 +8,11 @@ piece of a sequence merges them all.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from echokernels.attention._hopper_memory import accumulator_layout
+
 _LOG2_E = gl.constexpr(1.4426950408889634)
 _LN_2 = gl.constexpr(0.6931471805599453)
 _NOTHING = gl.constexpr(float("-inf"))
-
-
-@gluon.constexpr_function
-def accumulator_layout(columns):
-    return gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
-    )
 
 
 @gluon.jit
