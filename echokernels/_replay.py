@@ -177,7 +177,7 @@ def _make_replay(recording: Recording, tensors: Sequence[torch.Tensor | None]) -
         replay = _launch_plain(steps[0], device)
     else:
         counts = [c.numel() for c in recording.counters]
-        replay = _launch_all(steps, device, counts, remembers=not scratch)
+        replay = _launch_all(steps, device, counts)
     if scratch:
         replay = _with_scratch(replay, scratch)
     return replay if torch.cuda.device_count() == 1 else _on_device(replay, device)
@@ -273,9 +273,9 @@ def _launch_plain(step: _Step, device: int) -> Replay:
     return replay
 
 
-def _launch_all(steps: list[_Step], device: int, counts: list[int], *, remembers: bool) -> Replay:
-    """`counts`: the sizes of the counters. `remembers`: the values of parameters for pointers that
-    come again, as those of activations do in every layer of a model."""
+def _launch_all(steps: list[_Step], device: int, counts: list[int]) -> Replay:
+    """`counts`: the sizes of the counters. Values of parameters are remembered for pointers that
+    come again, as those of activations and of scratch memory do in every layer of a model."""
     remembered: dict[tuple[int, tuple[int, ...]], list[list[Any]]] = {}
     current_stream = torch._C._cuda_getCurrentRawStream
 
@@ -287,7 +287,7 @@ def _launch_all(steps: list[_Step], device: int, counts: list[int], *, remembers
         if found is None:
             pointers += tuple(counter_on(device, stream, n).data_ptr() for n in counts)
             found = [_values(step, pointers) for step in steps]
-            if remembers and not is_unique:
+            if not is_unique:
                 if len(remembered) >= _MOST_POINTERS:
                     remembered.clear()
                 remembered[place] = found

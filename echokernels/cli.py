@@ -1,4 +1,4 @@
-"""The command line: `echokernels generate | chat | info`.
+"""The command line: `echokernels generate | chat | calibrate | info`.
 
 Answers go to stdout, everything about them to stderr. An error of the user's is one red line and
 exit code 1; a wrong option is exit code 2.
@@ -158,6 +158,36 @@ def chat(
 
 
 @app.command()
+def calibrate() -> None:
+    """Measure how decoding best shares out keys on this GPU, in under two minutes, and keep it."""
+    import torch
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    from echokernels import _calibration
+    from echokernels import calibrate as measured
+    from echokernels.attention._sharing import forget_calibration
+
+    if not torch.cuda.is_available():
+        raise RuntimeError("calibrate needs a GPU, and PyTorch finds none")
+    device = torch.device("cuda", torch.cuda.current_device())
+    kinds = measured.kinds(device)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    with Progress(*columns, console=notes) as progress:
+        task = progress.add_task("decode", total=len(kinds))
+        entries = measured.calibrate(
+            kinds,
+            lambda kind: measured.candidates(kind, device),
+            measured.decode_us,
+            lambda _: progress.advance(task),
+        )
+    file = _calibration.save(torch.cuda.get_device_name(device), entries)
+    forget_calibration()
+    for key, entry in entries.items():
+        print(key, ", ".join(f"{name} {value}" for name, value in entry.items()))
+    notes.print(f"kept in {escape(str(file))}")
+
+
+@app.command()
 def info() -> None:
     """Print versions, devices and the registered ops."""
     import torch
@@ -175,11 +205,18 @@ def info() -> None:
         "devices": ", ".join([*gpus, f"cpu ({torch.get_num_threads()} threads)"]),
         "on CUDA": "Triton kernels",
         "attention": ", ".join(map(_attention_path, range(len(gpus)))) or "portable Triton",
+        "calibrated": ", ".join(filter(_is_calibrated, gpus)) or "no, `echokernels calibrate` does",
         "on CPU": "Triton kernels, interpreted" if INTERPRETED else "PyTorch references",
         "ops": ", ".join(f"echo::{name}" for name in sorted(OPS)),
     }
     for name, value in rows.items():
         print(f"{name:<12} {value}")
+
+
+def _is_calibrated(gpu: str) -> bool:
+    from echokernels import _calibration
+
+    return bool(_calibration.load(gpu))
 
 
 def _attention_path(gpu: int) -> str:

@@ -6,8 +6,6 @@ What it computes is what the portable kernels in `paged_decode.py` do; it takes 
 head dims over 32 up to 128, and up to 16 rows of (query, head of the group) a sequence.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 from triton.experimental import gluon
@@ -27,42 +25,46 @@ from echokernels.attention._hopper_tma import (
     is_addressable,
     steps,
 )
-from echokernels.attention.split import MOST_SHARED_ROWS
+from echokernels.attention._sharing import Kind, Sharing, sharing_of
+from echokernels.attention.split import MOST_SEQS, MOST_SHARED_ROWS, block_seqs, num_shares
 from echokernels.attention.workspace import partials
 
 _LOG2_E = 1.4426950408889634
-# Every program looks at all lengths.
-_MOST_SEQS = 1024
 # Key tiles that are not worth splitting.
 _MIN_TILES = 1
 # Of the tiles on their way, by programs on an SM. A single program gains little by more.
 _KEY_BYTES = {1: 132 * 1024, 2: 100 * 1024}
 # Rows of pieces that are merged at a time: two programs have half of the registers each.
 _MERGED_ROWS = {1: 128, 2: 64}
-_TILES = (64, 128)
+SHARINGS = (Sharing(128, 1), Sharing(64, 1), Sharing(64, 2))
 
 
-class Plan(NamedTuple):
-    """How the kernel runs."""
-
-    block_n: int  # keys of a tile, of _TILES
-    per_sm: int  # programs on an SM
-
-
-def plan(head_dim: int, units: int, num_sms: int) -> Plan:
-    """units: sequences times KV heads.
+def default_sharing(head_dim: int, is_large: bool) -> Sharing:
+    """Measured on an H200.
 
     Two programs on an SM hide each other's softmax when there is enough to read; where latency
     counts, one with larger tiles is ahead. Halves of a head dim of 64 read as much in large tiles.
     """
-    if head_dim > 64 and units > num_sms:
-        return Plan(64, 2)
-    return Plan(128, 1)
+    if head_dim > 64 and is_large:
+        return Sharing(64, 2)
+    return Sharing(128, 1)
 
 
-def most_shares(kv_heads: int, per_sm: int, num_sms: int) -> int:
-    """Of the keys, for each KV head."""
-    return max(num_sms * per_sm // kv_heads, 1)
+def sharing(
+    device: torch.device,
+    target: Target,
+    head_dim: int,
+    dtype: torch.dtype,
+    group: int,
+    rows: int,
+    units: int,
+) -> Sharing:
+    """units: sequences times KV heads."""
+    is_large = units > target.num_sms
+    default = default_sharing(head_dim, is_large)
+    if rows > group:
+        return default
+    return sharing_of(device, Kind("hopper", head_dim, dtype, group, is_large), default, SHARINGS)
 
 
 # Index tensors may be slices at any offset of larger buffers: their alignment varies at run time.
@@ -165,9 +167,9 @@ def is_made_for(
         and 32 < head_dim <= 128
         and head_dim % 8 == 0
         and rows <= MOST_SHARED_ROWS
-        # Both sizes of tiles, so that the batch does not decide.
-        and all(fills_tiles(page_size, keys) for keys in _TILES)
-        and num_seqs <= _MOST_SEQS
+        # All sizes of tiles, so that the batch does not decide.
+        and all(fills_tiles(page_size, sharing.block_n) for sharing in SHARINGS)
+        and num_seqs <= MOST_SEQS
     )
 
 
@@ -196,8 +198,8 @@ def launch_hopper(
     group = heads // kv_heads
     rows = _rows(q, kv_heads, max_seqlen_q)
     block_d = triton.next_power_of_2(head_dim)
-    keys, per_sm = plan(head_dim, num_seqs * kv_heads, target.num_sms)
-    programs = most_shares(kv_heads, per_sm, target.num_sms) * kv_heads
+    keys, per_sm = sharing(q.device, target, head_dim, q.dtype, group, rows, num_seqs * kv_heads)
+    programs = num_shares(kv_heads, per_sm, target.num_sms) * kv_heads
     piece_out, piece_lse = partials(workspace, q, programs * 2 * rows)
     shape = DecodeShape(
         head_dim=head_dim,
@@ -248,11 +250,4 @@ def launch_hopper(
         num_warps=4,
         maxnreg=128 if per_sm == 2 else None,
         **early_launch(q.device),
-    )
-
-
-def block_seqs(num_seqs: int) -> int:
-    """Few sizes, as each is a compilation: one sequence, half a warp, a warpgroup, and so on."""
-    return (
-        1 if num_seqs == 1 else 16 if num_seqs <= 16 else max(128, triton.next_power_of_2(num_seqs))
     )

@@ -19,8 +19,9 @@ import triton
 import triton.language as tl
 
 from echokernels._checks import check_dim, check_range, check_same_device
-from echokernels._launch import launch
+from echokernels._launch import counter, launch
 from echokernels._library import define_op
+from echokernels._pdl import early_launch
 from echokernels._target import INTERPRETED, Target, target_of
 from echokernels._tuning import TileConfig, select
 from echokernels.attention import decode_hopper, reference
@@ -35,16 +36,24 @@ from echokernels.attention._arguments import (
     check_pages,
     check_queries,
 )
+from echokernels.attention._decode_shares import decode_shares_kernel
 from echokernels.attention._path import current_path
+from echokernels.attention._sharing import Kind, Sharing, sharing_of
 from echokernels.attention._split_k import chunks, merge_splits_kernel, query_range
 from echokernels.attention._tile import attend_tile, store_tile
 from echokernels.attention.split import (
     INVARIANT_SPLITS,
     MAX_QUERIES,
     MIN_KEYS,
+    MOST_SEQS,
+    MOST_SHARES_PER_SM,
+    block_seqs,
     choose_num_splits,
+    num_shares,
 )
 from echokernels.attention.workspace import partials
+
+_MOST_PROGRAMS_PER_SM = 4
 
 
 # Index tensors may be slices at any offset of larger buffers: their alignment varies at run time.
@@ -197,6 +206,36 @@ def decode_config(
     return config, triton.cdiv(max_seqlen_q * group, config.block_m)
 
 
+def sharing(
+    device: torch.device,
+    target: Target,
+    config: TileConfig,
+    head_dim: int,
+    dtype: torch.dtype,
+    group: int,
+    max_seqlen_q: int,
+    units: int,
+) -> Sharing:
+    """Of the portable kernel, whose tiles are `config`. units: sequences times KV heads."""
+    allowed = portable_sharings(config, head_dim, dtype, target)
+    if max_seqlen_q > 1:
+        return allowed[0]
+    kind = Kind("portable", head_dim, dtype, group, units > target.num_sms)
+    return sharing_of(device, kind, allowed[0], allowed)
+
+
+def portable_sharings(
+    config: TileConfig, head_dim: int, dtype: torch.dtype, target: Target
+) -> tuple[Sharing, ...]:
+    """What may be calibrated, the default first: as many programs as an SM holds at once, each with
+    a tile of K and of V and the queries, up to the four that were best on an H200."""
+    row_bytes = max(16, triton.next_power_of_2(head_dim)) * dtype.itemsize
+    tile_bytes = (2 * config.block_n + config.block_m) * row_bytes
+    default = min(max(target.shared_memory // tile_bytes, 1), _MOST_PROGRAMS_PER_SM)
+    others = (n for n in range(1, MOST_SHARES_PER_SM + 1) if n != default)
+    return tuple(Sharing(config.block_n, n) for n in (default, *others))
+
+
 def _wants_hopper(num_splits: int, kv_split_size: int) -> bool:
     """Only where splits are neither forced nor to be independent of the batch."""
     return num_splits == 0 and kv_split_size == 0 and current_path() != "portable"
@@ -291,6 +330,7 @@ def _launch(
     num_seqs = seqused_k.shape[0]
     if num_tokens == 0 or heads == 0 or num_seqs == 0:
         return
+    max_seqlen_q = min(max_seqlen_q, num_tokens)
     target = target_of(q.device)
     if _wants_hopper(num_splits, kv_split_size) and decode_hopper.can_run(
         target, q, k_cache, v_cache, num_seqs, max_seqlen_q, softmax_scale
@@ -305,6 +345,13 @@ def _launch(
     group = heads // kv_heads
     is_invariant = kv_split_size > 0 and cu_seqlens_q is not None
     config, num_tiles = decode_config(head_dim, q.dtype, group, max_seqlen_q, is_invariant, target)
+    if num_splits == 0 and kv_split_size == 0 and num_seqs <= MOST_SEQS:
+        _launch_shares(
+            config, target, out, lse, q, k_cache, v_cache, block_table, seqused_k, cu_seqlens_q,
+            max_seqlen_q, softmax_scale, (window_left, 0 if causal else window_right), softcap,
+            alibi_slopes, sinks, workspace,
+        )  # fmt: skip
+        return
     splits = choose_num_splits(
         num_splits,
         kv_split_size,
@@ -390,6 +437,85 @@ def _launch(
         BLOCK_N=config.block_n,
         BLOCK_S=16,
         num_warps=2,
+    )
+
+
+def _launch_shares(
+    config: TileConfig,
+    target: Target,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seqused_k: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    max_seqlen_q: int,
+    softmax_scale: float,
+    window: tuple[int, int],
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    workspace: torch.Tensor | None,
+) -> None:
+    heads, head_dim = q.shape[1:]
+    num_seqs = seqused_k.shape[0]
+    page_size, kv_heads = k_cache.shape[1:3]
+    group = heads // kv_heads
+    num_tiles = triton.cdiv(max_seqlen_q * group, config.block_m)
+    per_sm = sharing(
+        q.device, target, config, head_dim, q.dtype, group, max_seqlen_q, num_seqs * kv_heads
+    ).per_sm
+    shares = num_shares(kv_heads * num_tiles, per_sm, target.num_sms)
+    rows = min(config.block_m, max_seqlen_q * group)
+    piece_out, piece_lse = partials(workspace, q, shares * 2 * kv_heads * num_tiles * rows)
+    lse_strides = (0, 0) if lse is None else lse.stride()
+    launch(
+        decode_shares_kernel,
+        (shares * num_tiles * kv_heads,),
+        out,
+        lse,
+        piece_out,
+        piece_lse,
+        counter(q.device, shares * num_tiles * kv_heads),
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        seqused_k,
+        cu_seqlens_q,
+        alibi_slopes,
+        sinks,
+        num_seqs,
+        num_tiles,
+        kv_heads,
+        shares,
+        *out.stride()[:2],
+        *lse_strides,
+        *q.stride()[:2],
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        block_table.stride(0),
+        alibi_stride(alibi_slopes),
+        softmax_scale,
+        softcap,
+        *window,
+        HAS_RIGHT=window[1] >= 0,
+        HAS_SOFTCAP=softcap > 0,
+        PAGE_SIZE=page_size,
+        UPCAST=INTERPRETED and q.dtype == torch.bfloat16,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        HAS_LEFT=window[0] >= 0,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_SEQS=block_seqs(num_seqs),
+        ROWS=rows,
+        **early_launch(q.device),
     )
 
 

@@ -20,9 +20,14 @@ MAX_QUERIES = 16
 MIN_KEYS = 64
 """Keys that are not worth splitting: one tile."""
 
-MOST_SHARES_PER_SM = 2
+MOST_SEQS = 1024
+"""Sequences of a batch whose keys are cut into equal shares: every program looks at all lengths."""
+
+MOST_SHARES_PER_SM = 8
 MOST_SHARED_ROWS = 16
-"""Rows of (query, head of the group) of a sequence whose keys are cut into equal shares."""
+"""Rows of (query, head of the group) of a sequence that the kernel for Hopper takes."""
+
+_MOST_TILE_ROWS = 64
 
 # What an SM holds at once (H200: 512 programs are best at 1 x 32k, 1 x 128k, 8 x 8k and 64 x 8k);
 # more of them write more partials and leave a ragged last wave.
@@ -67,17 +72,31 @@ def most_split_rows(
 
 def most_piece_rows(max_tokens: int, num_heads: int, kv_heads: int, num_sms: int) -> int:
     """The most rows of the pieces that equal shares leave: two for each program."""
-    rows = min(num_heads // kv_heads * min(max_tokens, MAX_QUERIES), MOST_SHARED_ROWS)
-    return 2 * rows * max(MOST_SHARES_PER_SM * num_sms, kv_heads)
+    rows = num_heads // kv_heads * min(max_tokens, MAX_QUERIES)
+    tile = min(rows, _MOST_TILE_ROWS)
+    return 2 * max(MOST_SHARES_PER_SM * num_sms * tile, kv_heads * (rows + _MOST_TILE_ROWS))
 
 
 def _cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def num_shares(rows: int, per_sm: int, num_sms: int) -> int:
+    """Of the keys, for each of `rows` (KV heads times row tiles), with `per_sm` programs on an
+    SM."""
+    return max(per_sm * num_sms // rows, 1)
+
+
+def block_seqs(num_seqs: int) -> int:
+    """Few sizes, as each is a compilation: one sequence, half a warp, a warpgroup, and so on."""
+    if num_seqs <= 16:
+        return 1 if num_seqs == 1 else 16
+    return max(1 << (num_seqs - 1).bit_length(), 128)
+
+
 def share_cuts(tiles: Sequence[int], most_shares: int) -> list[int]:
-    """Where the shares of `_hopper_shares.py` begin, and the last one ends: the number of key tiles
-    before, over sequences of so many `tiles` each."""
+    """Where the shares of `_hopper_shares.py` and `_shares.py` begin, and the last one ends: the
+    number of key tiles before, over sequences of so many `tiles` each."""
     total, longest = sum(tiles), max(tiles, default=0)
     count = max(min(most_shares, total), 1)
     size, larger = divmod(total, count)

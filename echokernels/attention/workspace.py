@@ -10,7 +10,7 @@ import torch
 from echokernels._checks import check_range
 from echokernels._launch import scratch
 from echokernels._target import target_of
-from echokernels.attention.split import most_piece_rows, most_split_rows
+from echokernels.attention.split import MOST_SEQS, most_piece_rows, most_split_rows
 
 
 def attention_workspace_size(
@@ -36,10 +36,11 @@ def attention_workspace_size(
     where = (
         torch.device("cuda" if torch.cuda.is_available() else "cpu") if device is None else device
     )
-    target = target_of(torch.device(where))
-    num_sms = target.num_sms
-    rows = most_split_rows(num_splits, max_seqs, max_tokens, num_kv_heads, num_sms) * num_heads
-    if num_splits == 0 and target.runs_hopper_kernels:
+    num_sms = target_of(torch.device(where)).num_sms
+    rows = 0
+    if num_splits > 0 or max_seqs > MOST_SEQS:
+        rows = most_split_rows(num_splits, max_seqs, max_tokens, num_kv_heads, num_sms) * num_heads
+    if num_splits == 0:
         rows = max(rows, most_piece_rows(max_tokens, num_heads, num_kv_heads, num_sms))
     return rows * (head_dim + 1) * 4
 

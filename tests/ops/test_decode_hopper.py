@@ -1,5 +1,6 @@
 """The decode for Hopper beside the portable one, however its work is shared out."""
 
+from contextlib import nullcontext
 from typing import NamedTuple
 from unittest import mock
 
@@ -9,13 +10,13 @@ import torch
 from echokernels import _counters, paged_attention
 from echokernels.attention import decode_hopper
 from echokernels.attention._path import forced_path
-from echokernels.attention.decode_hopper import Plan
+from echokernels.attention._sharing import Sharing, forced_sharing
 from tests.strategies import poisoned
 from tests.tolerances import assert_close
 
 pytestmark = pytest.mark.gpu
 
-PLANS = [Plan(128, 1), Plan(64, 1), Plan(64, 2)]
+SHARINGS = [Sharing(128, 1), Sharing(64, 1), Sharing(64, 2)]
 BATCHES = {
     "one": [1000],
     "long": [33_000],
@@ -82,31 +83,30 @@ def decode_by(path, case, **options):
     return results
 
 
-def assert_same(case, **options):
-    out, lse = decode_by("hopper", case, **options)
+def assert_same(case, sharing=None, **options):
+    with nullcontext() if sharing is None else forced_sharing(sharing):
+        out, lse = decode_by("hopper", case, **options)
     want, want_lse = decode_by("portable", case, **options)
     # Both round weights and results.
     assert_close(out, want.double(), roundings=4, scale=1.0)
     assert_close(lse, want_lse.double(), roundings=8, scale=4.0)
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("sharing", SHARINGS, ids=str)
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (8, 1), (6, 6)])
-def test_shares_of_any_batch(cuda, monkeypatch, plan, batch, heads, kv_heads):
-    monkeypatch.setattr(decode_hopper, "plan", lambda *_: plan)
-    assert_same(make_case(cuda, BATCHES[batch], heads=heads, kv_heads=kv_heads))
+def test_shares_of_any_batch(cuda, sharing, batch, heads, kv_heads):
+    assert_same(make_case(cuda, BATCHES[batch], heads=heads, kv_heads=kv_heads), sharing)
 
 
 @pytest.mark.parametrize("page_size", [32, 64, 128, 256])
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_pages_of_other_sizes(cuda, monkeypatch, plan, page_size):
-    monkeypatch.setattr(decode_hopper, "plan", lambda *_: plan)
+@pytest.mark.parametrize("sharing", SHARINGS, ids=str)
+def test_pages_of_other_sizes(cuda, sharing, page_size):
     case = make_case(
         cuda, [3000, 77, 5000], head_dim=96, page_size=page_size, head_major=True,
         dtype=torch.float16,
     )  # fmt: skip
-    assert_same(case, window=(1500, -1), sinks=torch.randn(8, device=cuda).half())
+    assert_same(case, sharing, window=(1500, -1), sinks=torch.randn(8, device=cuda).half())
 
 
 @pytest.mark.parametrize(("heads", "queries"), [(8, 2), (8, 4), (6, 5), (2, 16)])

@@ -11,13 +11,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from echokernels import attention_workspace_size
-from echokernels._target import INTERPRETED, KNOWN_TARGETS, assume
+from echokernels._target import KNOWN_TARGETS, assume
 from echokernels.attention import decode_hopper
 from echokernels.attention._hopper_shares import DecodeCall, DecodeShape, share_of_program
-from echokernels.attention.decode_hopper import most_shares, plan
+from echokernels.attention.decode_hopper import default_sharing
+from echokernels.attention.paged_decode import decode_config
 from echokernels.attention.split import (
     MOST_SHARED_ROWS,
     MOST_SHARES_PER_SM,
+    num_shares,
     pieces_of,
     share_cuts,
 )
@@ -83,29 +85,35 @@ def test_pieces_follow_the_lengths():
     assert sum(pieces_of([512] * 12, 264)) >= 264
 
 
-def test_the_plan_follows_the_amount_of_work():
-    assert plan(128, 8, 132) == (128, 1)
-    assert plan(128, 512, 132) == (64, 2)
-    assert plan(64, 512, 132) == (128, 1)
+def test_the_default_follows_the_amount_of_work():
+    assert default_sharing(128, is_large=False) == (128, 1)
+    assert default_sharing(128, is_large=True) == (64, 2)
+    assert default_sharing(64, is_large=True) == (128, 1)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the kernel for Hopper is not interpreted")
 @given(
     kv_heads=st.sampled_from([1, 2, 5, 8, 16, 128, 300]),
-    group=st.sampled_from([1, 3, 4, 8, 16]),
-    num_seqs=st.sampled_from([1, 2, 17, 133, 1024]),
+    group=st.sampled_from([1, 3, 4, 8, 40]),
     max_tokens=st.integers(1, 2000),
+    query_len=st.integers(1, 16),
+    head_dim=st.sampled_from([64, 128, 256]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    per_sm=st.integers(1, MOST_SHARES_PER_SM),
+    target=st.sampled_from([*KNOWN_TARGETS.values()]),
 )
-def test_pieces_fit_the_promised_workspace(kv_heads, group, num_seqs, max_tokens):
-    """The longest query of a batch may be longer than what there are tokens for."""
-    target = KNOWN_TARGETS["sm_90"]
+def test_pieces_fit_the_promised_workspace(
+    kv_heads, group, max_tokens, query_len, head_dim, dtype, per_sm, target
+):
+    """Of both kernels, also where the longest query is longer than what there are tokens for."""
+    queries = min(query_len, max_tokens)
     with assume(target):
-        size = attention_workspace_size(num_seqs, max_tokens, kv_heads * group, kv_heads, 128)
-    _, per_sm = plan(128, num_seqs * kv_heads, target.num_sms)
-    assert per_sm <= MOST_SHARES_PER_SM
-    rows = min(group * min(16, max_tokens), MOST_SHARED_ROWS)
-    programs = most_shares(kv_heads, per_sm, target.num_sms) * kv_heads
-    assert programs * 2 * rows * 129 * 4 <= size
+        size = attention_workspace_size(1024, max_tokens, kv_heads * group, kv_heads, head_dim)
+        config, num_tiles = decode_config(head_dim, dtype, group, queries, False, target)
+    rows = group * queries
+    for tiles, tile in ((num_tiles, min(config.block_m, rows)), (1, rows)):
+        if tiles > 1 or rows <= MOST_SHARED_ROWS:
+            shares = num_shares(kv_heads * tiles, per_sm, target.num_sms)
+            assert shares * 2 * kv_heads * tiles * tile * (head_dim + 1) * 4 <= size
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 8])

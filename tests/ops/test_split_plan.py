@@ -44,20 +44,26 @@ def test_the_rest_of_the_batch_counts():
     "options",
     [{"page_size": 1}, {"dtype": torch.float32}, {"query_len": 5}],
 )
-def test_what_the_kernel_for_hopper_does_not_take_is_split_by_chunks(options):
+def test_what_the_kernel_for_hopper_does_not_take_has_shares_too(options):
     given = {"seqused_k": [65_536, 8192, 64], "num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
     long, short, one_tile = split_plan(**(given | options))
-    # As many of all but the short ones, whose chunks would be less than a tile.
-    assert long == pytest.approx(short, abs=1)
-    assert short > one_tile == 1
+    # Four programs an SM, for each of 8 KV heads or 4 of two tiles of rows.
+    assert long + short == pytest.approx(4 * 132 // 8, abs=2)
+    assert long > 5 * short > 5 * one_tile == 5
 
 
-def test_other_gpus_split_by_chunks():
+def test_other_gpus_share_out_the_keys_too():
     with assume(KNOWN_TARGETS["sm_80"]):
         counts = split_plan([60, 640, 65_536, 65_536], 32, 8, 128)
-    assert counts[0] == 1
-    assert counts[1] == 10
-    assert counts[2] == counts[3] > 10
+    assert counts[:2] == [1, 1]
+    assert counts[2] == pytest.approx(counts[3], abs=1)
+    assert counts[2] >= 26
+
+
+def test_larger_batches_are_split_by_chunks():
+    with assume(KNOWN_TARGETS["sm_80"]):
+        counts = split_plan([60, 640, 65_536, 65_536] * 300, 32, 8, 128)
+    assert counts == [1, 5, 8, 8] * 300
 
 
 @triton.jit

@@ -47,8 +47,9 @@ def test_every_size_has_a_step_on_its_side_of_every_power_of_two(
 @given(st.integers(1, 1024), st.integers(1, 70), st.sampled_from([78, 114, 132]))
 def test_decodes_meet_every_kernel_for_hopper(max_num_seqs, kv_heads, num_sms):
     def kernel(num_seqs):
-        plan = decode_hopper.plan(128, num_seqs * kv_heads, num_sms)
-        return plan, decode_hopper.block_seqs(num_seqs)
+        is_large = num_seqs * kv_heads > num_sms
+        sharing = decode_hopper.default_sharing(128, is_large)
+        return sharing, decode_hopper.block_seqs(num_seqs)
 
     steps = warmup_steps(max_num_seqs, max_num_seqs, 64)
     met = {kernel(len(step.query_lens)) for step in steps if set(step.query_lens) == {1}}
