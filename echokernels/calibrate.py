@@ -50,7 +50,7 @@ def candidates(kind: Kind, device: torch.device) -> tuple[Sharing, ...]:
     """The default first."""
     target = target_of(device)
     if kind.kernel == "hopper":
-        default = decode_hopper.default_sharing(kind.head_dim, kind.is_large)
+        default = decode_hopper.default_sharing(kind.is_large)
         return default, *(s for s in decode_hopper.SHARINGS if s != default)
     config, _ = decode_config(kind.head_dim, kind.dtype, kind.group, 1, False, target)
     return portable_sharings(config, kind.head_dim, kind.dtype, target)

@@ -16,7 +16,7 @@ from echokernels.attention._sharing import (
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 KIND = Kind("hopper", 128, torch.bfloat16, 4, False)
-DEFAULT, FAST = Sharing(128, 1), Sharing(64, 2)
+DEFAULT, FAST, OTHER = decode_hopper.SHARINGS
 ALLOWED = decode_hopper.SHARINGS
 
 
@@ -34,7 +34,7 @@ def run(kinds, by, advance=lambda _: None):
     """Every context takes 100 us, with FAST less."""
     return calibrate.calibrate(
         kinds,
-        lambda _: (DEFAULT, FAST, Sharing(64, 1)),
+        lambda _: (DEFAULT, FAST, OTHER),
         lambda _kind, _contexts, sharings: [100.0 * (by if s == FAST else 1) for s in sharings],
         advance,
     )
@@ -54,8 +54,8 @@ def test_the_fastest_is_kept_and_used():
     assert sharing_of(CUDA, KIND, DEFAULT, ALLOWED) == FAST
     assert sharing_of(CUDA, KIND._replace(head_dim=96), DEFAULT, ALLOWED) == DEFAULT
     assert sharing_of(CPU, KIND, DEFAULT, ALLOWED) == DEFAULT
-    with forced_sharing(Sharing(64, 1)):
-        assert sharing_of(CUDA, KIND, DEFAULT, ALLOWED) == Sharing(64, 1)
+    with forced_sharing(OTHER):
+        assert sharing_of(CUDA, KIND, DEFAULT, ALLOWED) == OTHER
 
 
 @pytest.mark.parametrize("entry", [{}, {"per_sm": 2}, {"block_n": 32, "per_sm": 9}])
@@ -71,7 +71,7 @@ def test_a_gain_within_the_noise_changes_nothing():
 
 def test_contexts_count_alike_whatever_they_take():
     # Twice as fast on one short context is worth more than 1.7 times on a long one.
-    sharings = (DEFAULT, FAST, Sharing(64, 1))
+    sharings = (DEFAULT, FAST, OTHER)
     assert calibrate.best(sharings, [[1.0, 0.5, 1.0], [1000.0, 1000.0, 600.0]]) == FAST
 
 

@@ -27,6 +27,7 @@ from echokernels.attention._hopper_memory import (
     zero_rows,
 )
 from echokernels.attention._hopper_pieces import (
+    columns,
     fill_empty,
     merge_pieces,
     rows_of,
@@ -103,7 +104,7 @@ def _load_queries(q_tile, start, q_len, kv_head, call):
     D: gl.constexpr = S.block_d
     ACROSS: gl.constexpr = min(D // 8, 32)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
-    token, member, used = rows_of(q_len, call, S.block_r, gl.SliceLayout(1, layout))
+    token, member, used = rows_of(q_len, call, columns(S.most_rows), gl.SliceLayout(1, layout))
     d = gl.arange(0, D, layout=gl.SliceLayout(0, layout))[None, :]
     ptr = call.q_ptr + (kv_head * S.group + member).to(gl.int64) * call.q_stride_head
     ptr += (start + token).to(gl.int64) * call.q_stride_token
@@ -114,15 +115,15 @@ def _load_queries(q_tile, start, q_len, kv_head, call):
 
 @gluon.jit
 def _attend(k_ring, v_ring, q_tile, p_tile, used, first, count, seq, kv_head, q_len, k_len, call):
-    """(accumulator f32[block_d, block_r], largest score, sum of weights f32[block_n, block_r], used
+    """(accumulator f32[block_d, columns], largest score, sum of weights f32[block_n, columns], used
     slots) after `count` tiles from the `first`."""
     S: gl.constexpr = call.S
     D: gl.constexpr = S.block_d
     N: gl.constexpr = S.block_n
-    R: gl.constexpr = S.block_r
+    R: gl.constexpr = columns(S.most_rows)
     L: gl.constexpr = accumulator_layout(R)
     COLUMN: gl.constexpr = gl.SliceLayout(0, L)
-    token, member, exists = rows_of(q_len, call, S.block_r, COLUMN)
+    token, member, exists = rows_of(q_len, call, columns(S.most_rows), COLUMN)
     position = k_len - q_len + token
     last = position * 0 + k_len - 1
     if S.has_right:

@@ -13,6 +13,14 @@ from echokernels.attention._hopper_memory import accumulator_layout
 _LOG2_E = gl.constexpr(1.4426950408889634)
 _LN_2 = gl.constexpr(0.6931471805599453)
 _NOTHING = gl.constexpr(float("-inf"))
+# Of pieces, merged at a time: as many as registers hold.
+_MERGED_ROWS = gl.constexpr(64)
+
+
+@gluon.constexpr_function
+def columns(rows):
+    """Of the products: WGMMA has 8 at least."""
+    return max(rows, 8)
 
 
 @gluon.jit
@@ -20,7 +28,7 @@ def rows_of(q_len, call, R: gl.constexpr, layout: gl.constexpr):
     """(query, head of the group, whether there is such a query) of each row."""
     S: gl.constexpr = call.S
     row = gl.arange(0, R, layout=layout)
-    return row // S.group, row % S.group, (row < S.rows) & (row // S.group < q_len)
+    return row // S.group, row % S.group, (row < call.rows) & (row // S.group < q_len)
 
 
 @gluon.jit
@@ -58,19 +66,18 @@ def store_piece(acc, m, l, tile, call):
     """Of a sequence that began before the share if tile > 0, else of one that goes on behind it."""
     S: gl.constexpr = call.S
     D: gl.constexpr = S.block_d
-    R: gl.constexpr = S.block_r
     L: gl.constexpr = acc.type.layout
-    row = gl.arange(0, R, layout=gl.SliceLayout(0, L))
-    place = (gl.program_id(0) * 2 + (tile > 0).to(gl.int32)) * S.rows + row
+    row = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, L))
+    place = (gl.program_id(0) * 2 + (tile > 0).to(gl.int32)) * call.rows + row
     d = gl.arange(0, D, layout=gl.SliceLayout(1, L))[:, None]
     out = acc * gl.where(l > 0, 1.0 / l, 0.0)[None, :]
     gl.store(
         call.piece_out_ptr + place[None, :] * S.head_dim + d,
         out,
-        mask=(row < S.rows)[None, :] & (d < S.head_dim),
+        mask=(row < call.rows)[None, :] & (d < S.head_dim),
     )
     lse = gl.where(l > 0, m + gl.log2(l), _NOTHING)
-    gl.store(call.piece_lse_ptr + place, lse, mask=row < S.rows)
+    gl.store(call.piece_lse_ptr + place, lse, mask=row < call.rows)
 
 
 @gluon.jit
@@ -79,8 +86,8 @@ def merge_pieces(share, num_pieces, start, q_len, kv_head, call):
     L1 cache is passed by."""
     S: gl.constexpr = call.S
     D: gl.constexpr = S.block_d
-    R: gl.constexpr = _power_of_2(S.rows)
-    PIECES: gl.constexpr = max(S.merged // R, 1)  # read at a time
+    R: gl.constexpr = S.most_rows
+    PIECES: gl.constexpr = max(_MERGED_ROWS // R, 1)  # read at a time
     CUBE: gl.constexpr = _cube_layout(PIECES, R, D)
     PLANE: gl.constexpr = gl.SliceLayout(2, CUBE)
     row = gl.arange(0, R, layout=gl.SliceLayout(0, PLANE))
@@ -93,8 +100,8 @@ def merge_pieces(share, num_pieces, start, q_len, kv_head, call):
     for begin in range(0, num_pieces, PIECES):
         number = begin + piece
         program = (share + number) * call.kv_heads + kv_head
-        place = (program * 2 + (number > 0).to(gl.int32))[:, None] * S.rows + row[None, :]
-        mask = (number < num_pieces)[:, None] & (row < S.rows)[None, :]
+        place = (program * 2 + (number > 0).to(gl.int32))[:, None] * call.rows + row[None, :]
+        mask = (number < num_pieces)[:, None] & (row < call.rows)[None, :]
         lse = gl.load(call.piece_lse_ptr + place, mask=mask, other=_NOTHING, cache_modifier=".cg")
         at = gl.expand_dims(place * S.head_dim, 2) + d
         out = gl.load(
@@ -120,11 +127,6 @@ def merge_pieces(share, num_pieces, start, q_len, kv_head, call):
 
 
 @gluon.constexpr_function
-def _power_of_2(n):
-    return 1 << (n - 1).bit_length()
-
-
-@gluon.constexpr_function
 def _cube_layout(pieces, rows, columns):
     """Four neighbours in a row to a thread, and rows to warps as far as there are any."""
     across = min(columns // 4, 32)
@@ -146,7 +148,7 @@ def fill_empty(call):
     """Outputs of sequences without keys, the program's part of them."""
     S: gl.constexpr = call.S
     D: gl.constexpr = S.block_d
-    R: gl.constexpr = S.block_r
+    R: gl.constexpr = columns(S.most_rows)
     L: gl.constexpr = accumulator_layout(R)
     COLUMN: gl.constexpr = gl.SliceLayout(0, L)
     kv_head = gl.program_id(0) % call.kv_heads

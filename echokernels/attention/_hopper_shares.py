@@ -24,9 +24,7 @@ class DecodeShape(NamedTuple):
     block_n: int  # keys of a tile
     slots: int  # tiles of K, and of V, on their way
     group: int
-    rows: int  # (query, head of the group) of a sequence, at most
-    block_r: int  # the power of two above, 8 at least
-    merged: int  # rows of pieces that are merged at a time
+    most_rows: int  # a power of two that `rows` does not exceed
     page_size: int
     has_boundaries: bool
     has_left: bool
@@ -43,6 +41,7 @@ class DecodeCall:
 
     num_seqs: gl.tensor
     kv_heads: gl.tensor
+    rows: gl.tensor  # (query, head of the group) of a sequence, at most
     window_left: gl.tensor
     window_right: gl.tensor
     scale: gl.tensor  # of scores, in base 2
@@ -128,7 +127,7 @@ def _sum_max_sum(a0, a1, a2, b0, b1, b2):
 
 
 @gluon.jit
-def share_of_program(call, min_tiles, BLOCK_SEQS: gl.constexpr):
+def share_of_program(call, BLOCK_SEQS: gl.constexpr):
     """(shares, sequence, tile of it, tile of all) at which the program's share begins, how many
     tiles it has, and whether any sequence has none."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
@@ -138,7 +137,7 @@ def share_of_program(call, min_tiles, BLOCK_SEQS: gl.constexpr):
     end = gl.associative_scan(tiles, 0, _add)
     present = (tiles > 0).to(gl.int32)
     total, longest, present = gl.reduce((tiles, tiles, present), 0, _sum_max_sum)
-    count = gl.maximum(gl.minimum(gl.num_programs(0) // call.kv_heads, total // min_tiles), 1)
+    count = gl.maximum(gl.minimum(gl.num_programs(0) // call.kv_heads, total), 1)
     size = total // count
     near = size // 8
     # All of one length, and nearly as many of them for each share.

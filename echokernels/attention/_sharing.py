@@ -54,8 +54,7 @@ def forced_sharing(sharing: Sharing) -> Iterator[None]:
 def sharing_of(
     device: torch.device, kind: Kind, default: Sharing, allowed: Collection[Sharing]
 ) -> Sharing:
-    """Of decodes of one query a sequence; those of more have the default. What was calibrated for
-    tiles that the kernel no longer has is passed over."""
+    """What was calibrated for tiles that the kernel does not have is passed over."""
     if (forced := _forced.get()) is not None:
         return forced
     if device.type != "cuda" or not torch.cuda.is_available():

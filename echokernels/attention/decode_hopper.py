@@ -1,9 +1,9 @@
 """The decode for Hopper, in Gluon: keys and values by TMA, products by WGMMA.
 
-One or two programs on each SM. Each finds its share of all key tiles (`_hopper_shares`); one warp
+A few programs for each SM. Each finds its share of all key tiles (`_hopper_shares`); one warp
 loads it and four attend to it (`_hopper_decode`); pieces of sequences merge (`_hopper_pieces`).
 What it computes is what the portable kernels in `paged_decode.py` do; it takes fp16 and bf16 with
-head dims over 32 up to 128, and up to 16 rows of (query, head of the group) a sequence.
+head dims over 32 up to 128, and up to 32 rows of (query, head of the group) a sequence.
 """
 
 import torch
@@ -17,6 +17,7 @@ from echokernels._target import Target
 from echokernels.attention._arguments import alibi_stride
 from echokernels.attention._hopper_decode import consume, produce
 from echokernels.attention._hopper_memory import make_ring
+from echokernels.attention._hopper_pieces import columns
 from echokernels.attention._hopper_shares import DecodeCall, DecodeShape, share_of_program
 from echokernels.attention._hopper_tma import (
     GLUON_DTYPES,
@@ -30,24 +31,19 @@ from echokernels.attention.split import MOST_SEQS, MOST_SHARED_ROWS, block_seqs,
 from echokernels.attention.workspace import partials
 
 _LOG2_E = 1.4426950408889634
-# Key tiles that are not worth splitting.
-_MIN_TILES = 1
-# Of the tiles on their way, by programs on an SM. A single program gains little by more.
-_KEY_BYTES = {1: 132 * 1024, 2: 100 * 1024}
-# Rows of pieces that are merged at a time: two programs have half of the registers each.
-_MERGED_ROWS = {1: 128, 2: 64}
-SHARINGS = (Sharing(128, 1), Sharing(64, 1), Sharing(64, 2))
+_BLOCK_N = 64  # what WGMMA multiplies at once
+# Of the tiles on their way in a program. More put no more bytes in flight than memory needs, but
+# keep the programs of the next launch out of the SM, where they would wait ready to start.
+_TILE_BYTES = 64 * 1024
+# Two programs fit an SM: of one launch, or of two.
+_REGISTERS = 128
+SHARINGS = tuple(Sharing(_BLOCK_N, per_sm) for per_sm in (1, 2, 4))
 
 
-def default_sharing(head_dim: int, is_large: bool) -> Sharing:
-    """Measured on an H200.
-
-    Two programs on an SM hide each other's softmax when there is enough to read; where latency
-    counts, one with larger tiles is ahead. Halves of a head dim of 64 read as much in large tiles.
-    """
-    if head_dim > 64 and is_large:
-        return Sharing(64, 2)
-    return Sharing(128, 1)
+def default_sharing(is_large: bool) -> Sharing:
+    """Measured on an H200: two programs on an SM hide each other's softmax when there is enough to
+    read; where latency counts, fewer pieces do."""
+    return Sharing(_BLOCK_N, 2 if is_large else 1)
 
 
 def sharing(
@@ -56,22 +52,19 @@ def sharing(
     head_dim: int,
     dtype: torch.dtype,
     group: int,
-    rows: int,
     units: int,
 ) -> Sharing:
     """units: sequences times KV heads."""
     is_large = units > target.num_sms
-    default = default_sharing(head_dim, is_large)
-    if rows > group:
-        return default
-    return sharing_of(device, Kind("hopper", head_dim, dtype, group, is_large), default, SHARINGS)
+    kind = Kind("hopper", head_dim, dtype, group, is_large)
+    return sharing_of(device, kind, default_sharing(is_large), SHARINGS)
 
 
 # Index tensors may be slices at any offset of larger buffers: their alignment varies at run time.
 @gluon.jit(
     do_not_specialize=[
         "counter_ptr", "table_ptr", "seqused_k_ptr", "cu_seqlens_q_ptr", "slopes_ptr", "sinks_ptr",
-        "num_seqs", "kv_heads", "min_tiles", "window_left", "window_right", "table_stride",
+        "num_seqs", "kv_heads", "rows", "window_left", "window_right", "table_stride",
         "slopes_stride", "lse_stride_head", "lse_stride_token",
     ]
 )  # fmt: skip
@@ -91,7 +84,7 @@ def decode_hopper_kernel(
     sinks_ptr,  # [heads], or None
     num_seqs,
     kv_heads,
-    min_tiles,  # that are not worth splitting
+    rows,  # (query, head of the group) of a sequence, at most
     out_stride_token,
     out_stride_head,
     lse_stride_head,
@@ -111,13 +104,14 @@ def decode_hopper_kernel(
     dtype: gl.constexpr = k_desc.dtype
     k_ring = make_ring(dtype, S.slots, S.block_n, S.block_d, 1)
     v_ring = make_ring(dtype, S.slots, S.block_n, S.block_d, 1)
-    Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([S.block_r, S.block_d], dtype)
-    P_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([S.block_r, S.block_n], dtype)
-    q_tile = gl.allocate_shared_memory(dtype, [S.block_r, S.block_d], Q_LAYOUT)
-    p_tile = gl.allocate_shared_memory(dtype, [S.block_r, S.block_n], P_LAYOUT)
+    COLUMNS: gl.constexpr = columns(S.most_rows)
+    Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLUMNS, S.block_d], dtype)
+    P_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLUMNS, S.block_n], dtype)
+    q_tile = gl.allocate_shared_memory(dtype, [COLUMNS, S.block_d], Q_LAYOUT)
+    p_tile = gl.allocate_shared_memory(dtype, [COLUMNS, S.block_n], P_LAYOUT)
     # A pointer that is absent is not used: any other takes its place.
     call = DecodeCall(
-        num_seqs, kv_heads, window_left, window_right, scale, cap, q_ptr, q_stride_token,
+        num_seqs, kv_heads, rows, window_left, window_right, scale, cap, q_ptr, q_stride_token,
         q_stride_head, seqused_k_ptr, cu_seqlens_q_ptr if S.has_boundaries else seqused_k_ptr,
         table_ptr, table_stride, slopes_ptr if S.has_alibi else seqused_k_ptr, slopes_stride,
         sinks_ptr if S.has_sinks else seqused_k_ptr, out_ptr, out_stride_token, out_stride_head,
@@ -125,7 +119,7 @@ def decode_hopper_kernel(
         piece_lse_ptr, counter_ptr, S,
     )  # fmt: skip
     wait_for_previous(PDL)
-    shares, seq, tile, at, left, has_empty = share_of_program(call, min_tiles, BLOCK_SEQS)
+    shares, seq, tile, at, left, has_empty = share_of_program(call, BLOCK_SEQS)
     let_next_start(PDL)
     uses = (k_ring, v_ring, q_tile, p_tile, shares, seq, tile, at, left, has_empty, call)
     loads = (k_desc, v_desc, k_ring, v_ring, seq, tile, left, call)
@@ -168,7 +162,7 @@ def is_made_for(
         and head_dim % 8 == 0
         and rows <= MOST_SHARED_ROWS
         # All sizes of tiles, so that the batch does not decide.
-        and all(fills_tiles(page_size, sharing.block_n) for sharing in SHARINGS)
+        and fills_tiles(page_size, _BLOCK_N)
         and num_seqs <= MOST_SEQS
     )
 
@@ -198,18 +192,16 @@ def launch_hopper(
     group = heads // kv_heads
     rows = _rows(q, kv_heads, max_seqlen_q)
     block_d = triton.next_power_of_2(head_dim)
-    keys, per_sm = sharing(q.device, target, head_dim, q.dtype, group, rows, num_seqs * kv_heads)
+    keys, per_sm = sharing(q.device, target, head_dim, q.dtype, group, num_seqs * kv_heads)
     programs = num_shares(kv_heads, per_sm, target.num_sms) * kv_heads
     piece_out, piece_lse = partials(workspace, q, programs * 2 * rows)
     shape = DecodeShape(
         head_dim=head_dim,
         block_d=block_d,
         block_n=keys,
-        slots=_KEY_BYTES[per_sm] // (4 * keys * block_d),
+        slots=_TILE_BYTES // (4 * keys * block_d),
         group=group,
-        rows=rows,
-        block_r=max(triton.next_power_of_2(rows), 8),
-        merged=_MERGED_ROWS[per_sm],
+        most_rows=triton.next_power_of_2(rows),
         page_size=page_size,
         has_boundaries=cu_seqlens_q is not None,
         has_left=window[0] >= 0,
@@ -236,7 +228,7 @@ def launch_hopper(
         sinks,
         num_seqs,
         kv_heads,
-        _MIN_TILES,
+        rows,
         *steps(out),
         *((0, 0) if lse is None else lse.stride()),
         *steps(q),
@@ -248,6 +240,6 @@ def launch_hopper(
         S=shape,
         BLOCK_SEQS=block_seqs(num_seqs),
         num_warps=4,
-        maxnreg=128 if per_sm == 2 else None,
+        maxnreg=_REGISTERS,
         **early_launch(q.device),
     )

@@ -213,13 +213,10 @@ def sharing(
     head_dim: int,
     dtype: torch.dtype,
     group: int,
-    max_seqlen_q: int,
     units: int,
 ) -> Sharing:
     """Of the portable kernel, whose tiles are `config`. units: sequences times KV heads."""
     allowed = portable_sharings(config, head_dim, dtype, target)
-    if max_seqlen_q > 1:
-        return allowed[0]
     kind = Kind("portable", head_dim, dtype, group, units > target.num_sms)
     return sharing_of(device, kind, allowed[0], allowed)
 
@@ -464,9 +461,7 @@ def _launch_shares(
     page_size, kv_heads = k_cache.shape[1:3]
     group = heads // kv_heads
     num_tiles = triton.cdiv(max_seqlen_q * group, config.block_m)
-    per_sm = sharing(
-        q.device, target, config, head_dim, q.dtype, group, max_seqlen_q, num_seqs * kv_heads
-    ).per_sm
+    per_sm = sharing(q.device, target, config, head_dim, q.dtype, group, num_seqs * kv_heads).per_sm
     shares = num_shares(kv_heads * num_tiles, per_sm, target.num_sms)
     rows = min(config.block_m, max_seqlen_q * group)
     piece_out, piece_lse = partials(workspace, q, shares * 2 * kv_heads * num_tiles * rows)

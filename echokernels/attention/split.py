@@ -24,7 +24,7 @@ MOST_SEQS = 1024
 """Sequences of a batch whose keys are cut into equal shares: every program looks at all lengths."""
 
 MOST_SHARES_PER_SM = 8
-MOST_SHARED_ROWS = 16
+MOST_SHARED_ROWS = 32
 """Rows of (query, head of the group) of a sequence that the kernel for Hopper takes."""
 
 _MOST_TILE_ROWS = 64

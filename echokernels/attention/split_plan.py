@@ -67,7 +67,7 @@ def split_plan(
     rows = group * query_len
     if is_free and decode_hopper.is_made_for(target, dtype, head_dim, rows, page_size, len(lens)):
         block_n, per_sm = decode_hopper.sharing(
-            where, target, head_dim, dtype, group, rows, len(lens) * num_kv_heads
+            where, target, head_dim, dtype, group, len(lens) * num_kv_heads
         )
         shares = num_shares(num_kv_heads, per_sm, target.num_sms)
         return pieces_of([-(-keys // block_n) for keys in visible(block_n)], shares)
@@ -76,7 +76,7 @@ def split_plan(
     )
     if is_free and len(lens) <= MOST_SEQS:
         per_sm = sharing(
-            where, target, config, head_dim, dtype, group, query_len, len(lens) * num_kv_heads
+            where, target, config, head_dim, dtype, group, len(lens) * num_kv_heads
         ).per_sm
         shares = num_shares(num_kv_heads * num_tiles, per_sm, target.num_sms)
         return pieces_of([-(-keys // config.block_n) for keys in visible(config.block_n)], shares)

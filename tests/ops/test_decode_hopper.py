@@ -10,13 +10,12 @@ import torch
 from echokernels import _counters, paged_attention
 from echokernels.attention import decode_hopper
 from echokernels.attention._path import forced_path
-from echokernels.attention._sharing import Sharing, forced_sharing
+from echokernels.attention._sharing import forced_sharing
 from tests.strategies import poisoned
 from tests.tolerances import assert_close
 
 pytestmark = pytest.mark.gpu
 
-SHARINGS = [Sharing(128, 1), Sharing(64, 1), Sharing(64, 2)]
 BATCHES = {
     "one": [1000],
     "long": [33_000],
@@ -92,7 +91,7 @@ def assert_same(case, sharing=None, **options):
     assert_close(lse, want_lse.double(), roundings=8, scale=4.0)
 
 
-@pytest.mark.parametrize("sharing", SHARINGS, ids=str)
+@pytest.mark.parametrize("sharing", decode_hopper.SHARINGS, ids=str)
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (8, 1), (6, 6)])
 def test_shares_of_any_batch(cuda, sharing, batch, heads, kv_heads):
@@ -100,7 +99,7 @@ def test_shares_of_any_batch(cuda, sharing, batch, heads, kv_heads):
 
 
 @pytest.mark.parametrize("page_size", [32, 64, 128, 256])
-@pytest.mark.parametrize("sharing", SHARINGS, ids=str)
+@pytest.mark.parametrize("sharing", decode_hopper.SHARINGS, ids=str)
 def test_pages_of_other_sizes(cuda, sharing, page_size):
     case = make_case(
         cuda, [3000, 77, 5000], head_dim=96, page_size=page_size, head_major=True,
@@ -109,7 +108,7 @@ def test_pages_of_other_sizes(cuda, sharing, page_size):
     assert_same(case, sharing, window=(1500, -1), sinks=torch.randn(8, device=cuda).half())
 
 
-@pytest.mark.parametrize(("heads", "queries"), [(8, 2), (8, 4), (6, 5), (2, 16)])
+@pytest.mark.parametrize(("heads", "queries"), [(8, 2), (8, 4), (6, 5), (2, 16), (4, 16)])
 def test_pieces_of_many_rows(cuda, heads, queries):
     case = make_case(cuda, [3000, 77, 5000], heads=heads, head_dim=64, queries=queries)
     boundaries = torch.arange(4, device=cuda, dtype=torch.int32) * queries

@@ -86,9 +86,8 @@ def test_pieces_follow_the_lengths():
 
 
 def test_the_default_follows_the_amount_of_work():
-    assert default_sharing(128, is_large=False) == (128, 1)
-    assert default_sharing(128, is_large=True) == (64, 2)
-    assert default_sharing(64, is_large=True) == (128, 1)
+    assert default_sharing(is_large=False) == (64, 1)
+    assert default_sharing(is_large=True) == (64, 2)
 
 
 @given(
@@ -137,11 +136,11 @@ def _write_shares_kernel(
 ):
     lens = seqused_k_ptr
     call = DecodeCall(
-        num_seqs, kv_heads, window_left, zero, one, one, lens, zero, zero, lens,
+        num_seqs, kv_heads, one, window_left, zero, one, one, lens, zero, zero, lens,
         cu_seqlens_q_ptr if S.has_boundaries else lens, lens, zero, lens, zero, lens, lens, zero,
         zero, lens, zero, zero, lens, lens, lens, S,
     )  # fmt: skip
-    _, seq, tile, at, left, _ = share_of_program(call, 1, BLOCK_SEQS)
+    _, seq, tile, at, left, _ = share_of_program(call, BLOCK_SEQS)
     ptr = out_ptr + gl.program_id(0) * 4
     gl.store(ptr, seq)
     gl.store(ptr + 1, tile)
@@ -149,9 +148,9 @@ def _write_shares_kernel(
     gl.store(ptr + 3, left)
 
 
-def shares_of_device(device, k_lens, programs, kv_heads, q_len, window_left, block_n=64):
+def shares_of_device(device, k_lens, programs, kv_heads, q_len, window_left):
     shape = DecodeShape(
-        head_dim=64, block_d=64, block_n=block_n, slots=2, group=1, rows=1, block_r=8, merged=64,
+        head_dim=64, block_d=64, block_n=64, slots=2, group=1, most_rows=1,
         page_size=16, has_boundaries=q_len is not None, has_left=window_left >= 0, has_right=True,
         has_softcap=False, has_alibi=False, has_sinks=False, has_lse=False,
     )  # fmt: skip
