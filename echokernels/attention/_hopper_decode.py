@@ -19,7 +19,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from echokernels._gluon_compat import barrier
 from echokernels.attention._hopper_memory import (
     accumulator_layout,
     load_page_ids,
@@ -29,7 +28,7 @@ from echokernels.attention._hopper_memory import (
 from echokernels.attention._hopper_pieces import (
     columns,
     fill_empty,
-    merge_pieces,
+    merge_when_last,
     rows_of,
     store_output,
     store_piece,
@@ -85,13 +84,9 @@ def consume(k_ring, v_ring, q_tile, p_tile, shares, seq, tile, at, left, has_emp
             if count == tiles:
                 store_output(acc, m, l, start, q_len, kv_head, call)
             else:
-                store_piece(acc, m, l, tile, call)
+                store_piece(acc, m, l, gl.program_id(0), tile > 0, call)
                 low, high = shares.cuts_within(at - tile, at - tile + tiles)
-                counter = call.counter_ptr + (low - 1) * call.kv_heads + kv_head
-                barrier()
-                if gl.atomic_add(counter, 1, sem="acq_rel") == high - low + 1:
-                    gl.store(counter, 0)
-                    merge_pieces(low - 1, high - low + 2, start, q_len, kv_head, call)
+                merge_when_last(low - 1, high - low + 2, start, q_len, kv_head, call)
         left -= count
         at += count
         tile = 0

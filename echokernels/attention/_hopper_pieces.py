@@ -8,13 +8,16 @@ piece of a sequence merges them all.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from echokernels._gluon_compat import barrier
 from echokernels.attention._hopper_memory import accumulator_layout
 
 _LOG2_E = gl.constexpr(1.4426950408889634)
 _LN_2 = gl.constexpr(0.6931471805599453)
 _NOTHING = gl.constexpr(float("-inf"))
-# Of pieces, merged at a time: as many as registers hold.
-_MERGED_ROWS = gl.constexpr(64)
+# Pieces that one program merges before others go on, and those that one program merges alone: a
+# group costs a store and a count.
+_GROUP = gl.constexpr(16)
+_MOST_UNGROUPED = gl.constexpr(32)
 
 
 @gluon.constexpr_function
@@ -62,13 +65,13 @@ def store_output(acc, m, l, start, q_len, kv_head, call):
 
 
 @gluon.jit
-def store_piece(acc, m, l, tile, call):
-    """Of a sequence that began before the share if tile > 0, else of one that goes on behind it."""
+def store_piece(acc, m, l, program, is_end, call):
+    """is_end: of a sequence that began before the program's share; else of one that goes on."""
     S: gl.constexpr = call.S
     D: gl.constexpr = S.block_d
     L: gl.constexpr = acc.type.layout
     row = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, L))
-    place = (gl.program_id(0) * 2 + (tile > 0).to(gl.int32)) * call.rows + row
+    place = (program * 2 + is_end.to(gl.int32)) * call.rows + row
     d = gl.arange(0, D, layout=gl.SliceLayout(1, L))[:, None]
     out = acc * gl.where(l > 0, 1.0 / l, 0.0)[None, :]
     gl.store(
@@ -81,13 +84,49 @@ def store_piece(acc, m, l, tile, call):
 
 
 @gluon.jit
-def merge_pieces(share, num_pieces, start, q_len, kv_head, call):
-    """Merges the pieces of a sequence, the first of them in `share`. Other programs wrote them: the
-    L1 cache is passed by."""
+def merge_when_last(first, count, start, q_len, kv_head, call):
+    """Counts a piece of a sequence that was written, one of `count` from share `first` on. The
+    program that counts the last one merges them all. Of many, it merges those of its group, and the
+    last of these programs what they left."""
+    stride = 1
+    while count > 0:
+        is_grouped = (stride == 1) & (count > _MOST_UNGROUPED)
+        begin = 0
+        members = count
+        place = first
+        if is_grouped:
+            begin = (gl.program_id(0) // call.kv_heads - first) // _GROUP * _GROUP
+            members = gl.minimum(count - begin, _GROUP)
+            # A share that has nothing but keys of this sequence, so the counter is no other's.
+            place = first + gl.maximum(begin - 1, 1)
+        counter = call.counter_ptr + place * call.kv_heads + kv_head
+        barrier()
+        if gl.atomic_add(counter, 1, sem="acq_rel") == members - 1:
+            gl.store(counter, 0)
+            acc, m, l = _merge(first, begin, members, stride, kv_head, call)
+            if is_grouped:
+                # Every thread has read: the first piece gives way.
+                barrier()
+                program = (first + begin) * call.kv_heads + kv_head
+                store_piece(acc, m, l, program, begin > 0, call)
+                stride = _GROUP
+                count = gl.cdiv(count, _GROUP)
+            else:
+                store_output(acc, m, l, start, q_len, kv_head, call)
+                count = 0
+        else:
+            count = 0
+
+
+@gluon.jit
+def _merge(first, start, count, stride, kv_head, call):
+    """(accumulator f32[block_d, rows], largest score, sum of weights) of `count` pieces of a
+    sequence that begins in share `first`, every stride-th from number `start` on. Other programs
+    wrote them: the L1 cache is passed by."""
     S: gl.constexpr = call.S
     D: gl.constexpr = S.block_d
     R: gl.constexpr = S.most_rows
-    PIECES: gl.constexpr = max(_MERGED_ROWS // R, 1)  # read at a time
+    PIECES: gl.constexpr = 64 // R if R <= 16 else 1  # read at a time: as registers allow
     CUBE: gl.constexpr = _cube_layout(PIECES, R, D)
     PLANE: gl.constexpr = gl.SliceLayout(2, CUBE)
     row = gl.arange(0, R, layout=gl.SliceLayout(0, PLANE))
@@ -97,11 +136,11 @@ def merge_pieces(share, num_pieces, start, q_len, kv_head, call):
     acc = gl.zeros([R, D], gl.float32, gl.SliceLayout(0, CUBE))
     m = gl.full([R], _NOTHING, gl.float32, gl.SliceLayout(0, PLANE))
     l = gl.zeros([R], gl.float32, gl.SliceLayout(0, PLANE))
-    for begin in range(0, num_pieces, PIECES):
-        number = begin + piece
-        program = (share + number) * call.kv_heads + kv_head
+    for begin in range(0, count, PIECES):
+        number = start + (begin + piece) * stride
+        program = (first + number) * call.kv_heads + kv_head
         place = (program * 2 + (number > 0).to(gl.int32))[:, None] * call.rows + row[None, :]
-        mask = (number < num_pieces)[:, None] & (row < call.rows)[None, :]
+        mask = (begin + piece < count)[:, None] & (row < call.rows)[None, :]
         lse = gl.load(call.piece_lse_ptr + place, mask=mask, other=_NOTHING, cache_modifier=".cg")
         at = gl.expand_dims(place * S.head_dim, 2) + d
         out = gl.load(
@@ -123,7 +162,7 @@ def merge_pieces(share, num_pieces, start, q_len, kv_head, call):
     COLUMN: gl.constexpr = gl.SliceLayout(0, OUT)
     acc = gl.convert_layout(gl.permute(acc, (1, 0)), OUT)
     m = gl.convert_layout(m, COLUMN)
-    store_output(acc, m, gl.convert_layout(l, COLUMN), start, q_len, kv_head, call)
+    return acc, m, gl.convert_layout(l, COLUMN)
 
 
 @gluon.constexpr_function
