@@ -42,7 +42,7 @@ def decode_case(contexts: Decode, peers: Mapping[str, Peer]) -> Case:
 
 def _tags(contexts: Decode) -> frozenset[str]:
     """What peers may depend on."""
-    tags = {"one-query"} if contexts.queries == 1 else set()
+    tags = {"one-query" if contexts.queries == 1 else "queries"}
     tags |= {"no-window"} if contexts.window_left < 0 else set()
     return frozenset(tags | {f"page-{contexts.page_size}", f"head-dim-{contexts.head_dim}"})
 

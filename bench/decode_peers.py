@@ -1,9 +1,10 @@
 """Decode kernels of other libraries as peers. What each plans on the host is done beforehand."""
 
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,37 +14,59 @@ from bench.timing import Call
 
 _ONE_QUERY = frozenset({"one-query"})
 _PLAIN = frozenset({"one-query", "no-window"})
+# Of FlashInfer, what is built beforehand: head dim 128 without windows, XQA with pages of 16.
+_BUILT = frozenset({"head-dim-128", "no-window"})
 
 
 def flashinfer() -> dict[str, Peer]:
     return {
-        "flashinfer": Peer(_flashinfer_wrapper(tensor_cores=False), needs=_ONE_QUERY),
-        "flashinfer-tc": Peer(_flashinfer_wrapper(tensor_cores=True), needs=_ONE_QUERY),
-        "flashinfer-xqa": Peer(_flashinfer_xqa, needs=_PLAIN),
+        "flashinfer": Peer(_flashinfer_decode(tensor_cores=False), needs=_ONE_QUERY | _BUILT),
+        "flashinfer-tc": Peer(_flashinfer_decode(tensor_cores=True), needs=_ONE_QUERY | _BUILT),
+        "flashinfer-prefill": Peer(_flashinfer_prefill, needs=_BUILT | {"queries"}),
+        "flashinfer-xqa": Peer(_flashinfer_xqa, needs=_ONE_QUERY | _BUILT | {"page-16"}),
     }
 
 
-def _flashinfer_wrapper(*, tensor_cores: bool) -> Callable[..., Call]:
+@cache
+def _memory(num_bytes: int, device: torch.device) -> Tensor:
+    """Calls follow one another, so all of them work in the same."""
+    return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+
+
+class _Pages(NamedTuple):
+    """A block table as FlashInfer takes it."""
+
+    indptr: Tensor
+    indices: Tensor
+    last_page_len: Tensor
+
+
+def _pages(block_table: Tensor, seqused_k: Tensor, page_size: int) -> _Pages:
+    counts = [-(-n // page_size) for n in seqused_k.tolist()]
+    return _Pages(
+        torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=block_table.device),
+        torch.cat([row[:n] for row, n in zip(block_table, counts, strict=True)]),
+        (seqused_k - 1) % page_size + 1,
+    )
+
+
+def _flashinfer_decode(*, tensor_cores: bool) -> Callable[..., Call]:
     def prepare(*inputs: Any) -> Call:
-        q, k_cache, v_cache, block_table, seqused_k, *_, window_left = inputs
+        q, k_cache, v_cache, block_table, seqused_k, *_ = inputs
         page_size = k_cache.shape[1]
-        counts = [-(-n // page_size) for n in seqused_k.tolist()]
-        index = {"dtype": torch.int32, "device": q.device}
-        indptr = torch.tensor([0, *accumulate(counts)], **index)
-        pages = torch.cat([row[:n] for row, n in zip(block_table, counts, strict=True)])
-        last = (seqused_k - 1) % page_size + 1
+        pages = _pages(block_table, seqused_k, page_size)
         wrapper = import_module("flashinfer").BatchDecodeWithPagedKVCacheWrapper(
-            torch.empty(1 << 30, dtype=torch.uint8, device=q.device),
+            _memory(1 << 30, q.device),
             "NHD",
             use_tensor_cores=tensor_cores,
             use_cuda_graph=True,
-            paged_kv_indptr_buffer=torch.empty_like(indptr),
-            paged_kv_indices_buffer=torch.empty_like(pages),
-            paged_kv_last_page_len_buffer=torch.empty_like(last),
+            paged_kv_indptr_buffer=torch.empty_like(pages.indptr),
+            paged_kv_indices_buffer=torch.empty_like(pages.indices),
+            paged_kv_last_page_len_buffer=torch.empty_like(pages.last_page_len),
         )
         wrapper.plan(
-            indptr, pages, last, q.shape[1], *k_cache.shape[2:], page_size,
-            window_left=window_left, q_data_type=q.dtype, kv_data_type=q.dtype,
+            *pages, q.shape[1], *k_cache.shape[2:], page_size,
+            q_data_type=q.dtype, kv_data_type=q.dtype,
         )  # fmt: skip
         out = torch.empty_like(q)
         return lambda: wrapper.run(q, (k_cache, v_cache), out=out)
@@ -51,10 +74,32 @@ def _flashinfer_wrapper(*, tensor_cores: bool) -> Callable[..., Call]:
     return prepare
 
 
+def _flashinfer_prefill(*inputs: Any) -> Call:
+    q, k_cache, v_cache, block_table, seqused_k, cu_seqlens_q, *_ = inputs
+    page_size = k_cache.shape[1]
+    pages = _pages(block_table, seqused_k, page_size)
+    wrapper = import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper(
+        _memory(1 << 30, q.device),
+        "NHD",
+        use_cuda_graph=True,
+        qo_indptr_buf=torch.empty_like(cu_seqlens_q),
+        paged_kv_indptr_buf=torch.empty_like(pages.indptr),
+        paged_kv_indices_buf=torch.empty_like(pages.indices),
+        paged_kv_last_page_len_buf=torch.empty_like(pages.last_page_len),
+        backend="fa2",  # which splits keys
+    )
+    wrapper.plan(
+        cu_seqlens_q, *pages, q.shape[1], *k_cache.shape[2:], page_size, causal=True,
+        q_data_type=q.dtype, kv_data_type=q.dtype,
+    )  # fmt: skip
+    out = torch.empty_like(q)
+    return lambda: wrapper.run(q, (k_cache, v_cache), out=out)
+
+
 def _flashinfer_xqa(*inputs: Any) -> Call:
     q, k_cache, v_cache, block_table, seqused_k, _, _, max_seqlen_k, _ = inputs
     xqa = import_module("flashinfer.decode").xqa_batch_decode_with_kv_cache
-    memory = torch.zeros(512 << 20, dtype=torch.uint8, device=q.device)
+    memory = _memory(512 << 20, q.device)
     out = torch.empty_like(q)
     return lambda: xqa(
         q, (k_cache, v_cache), memory, block_table, seqused_k, max_seqlen_k,
