@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from echokernels._pdl import let_next_start, wait_for_previous
+from echokernels.attention._pieces import merge_when_last, store_piece, with_sink
 from echokernels.attention._shares import (
     cut,
     cuts_within,
@@ -20,15 +21,8 @@ from echokernels.attention._shares import (
     next_without_keys,
     tiles_of,
 )
-from echokernels.attention._softmax import LN_2, LOG2_E
 from echokernels.attention._split_k import query_range
 from echokernels.attention._tile import attend_tile, rows_of, store_tile
-
-
-@triton.jit
-def _piece(share, is_end, kv_head, tile, kv_heads, num_tiles):
-    """The place of a piece among all; is_end: of a sequence that began before the share."""
-    return ((share * 2 + is_end).to(tl.int64) * kv_heads + kv_head) * num_tiles + tile
 
 
 # Index tensors may be slices at any offset of larger buffers: their alignment varies at run time.
@@ -42,9 +36,9 @@ def _piece(share, is_end, kv_head, tile, kv_heads, num_tiles):
 def decode_shares_kernel(
     out_ptr,  # [num_tokens, heads, HEAD_DIM]
     lse_ptr,  # f32[heads, num_tokens], or None
-    piece_out_ptr,  # f32[shares, 2, kv_heads, num_tiles, ROWS, HEAD_DIM]
-    piece_lse_ptr,  # f32[shares, 2, kv_heads, num_tiles, ROWS], natural logarithm
-    counter_ptr,  # i32[shares, kv_heads, num_tiles], zeros
+    piece_out_ptr,  # f32[shares, 2, num_tiles, kv_heads, ROWS, HEAD_DIM]
+    piece_lse_ptr,  # f32[shares, 2, num_tiles, kv_heads, ROWS], natural logarithm
+    counter_ptr,  # i32[shares, num_tiles, kv_heads], zeros
     q_ptr,  # [num_tokens, heads, HEAD_DIM]
     k_ptr,  # [num_pages, PAGE_SIZE, kv_heads, HEAD_DIM]
     v_ptr,
@@ -105,6 +99,8 @@ def decode_shares_kernel(
     let_next_start(PDL)
     empty = next_without_keys(-1, tiles, num_seqs, share, most_shares)
     head = kv_head * GROUP
+    all_rows = kv_heads * num_tiles
+    own_rows = pid % all_rows
     while (at < stop) | (empty < num_seqs):
         seq, first, last = holder(at, end)
         is_empty = at >= stop
@@ -139,7 +135,7 @@ def decode_shares_kernel(
                 if sinks_ptr is not None:
                     _, head_of_group, _ = rows_of(tile, q_len, GROUP, BLOCK_M)
                     sink = tl.load(sinks_ptr + head + head_of_group).to(tl.float32)
-                    out, lse = _with_sink(out, lse, sink)
+                    out, lse = with_sink(out, lse, sink)
                 own_lse = lse_ptr
                 if lse_ptr is not None:
                     own_lse += head * lse_stride_head + q_start * lse_stride_token
@@ -151,120 +147,23 @@ def decode_shares_kernel(
                     BLOCK_M,
                 )  # fmt: skip
             else:
-                is_end = (at > first).to(tl.int32)
-                row = tl.arange(0, BLOCK_M)
-                place = _piece(share, is_end, kv_head, tile, kv_heads, num_tiles) * ROWS + row
-                d = tl.arange(0, BLOCK_D)[None, :]
-                used = row < ROWS
-                tl.store(
-                    piece_out_ptr + place[:, None] * HEAD_DIM + d,
-                    out,
-                    mask=used[:, None] & (d < HEAD_DIM),
-                )
-                tl.store(piece_lse_ptr + place, lse, mask=used)
+                store_piece(
+                    piece_out_ptr, piece_lse_ptr, share, (at > first).to(tl.int32), all_rows,
+                    own_rows, out, lse, ROWS, HEAD_DIM, BLOCK_D, BLOCK_M,
+                )  # fmt: skip
                 low, high = cuts_within(first, last, size, larger, near)
-                counter = counter_ptr + ((low - 1) * kv_heads + kv_head) * num_tiles + tile
-                tl.debug_barrier()
-                before = tl.atomic_add(counter, 1, sem="acq_rel")
-                if before == high - low + 1:
-                    tl.store(counter, 0)
-                    own_lse = lse_ptr
-                    if lse_ptr is not None:
-                        own_lse += head * lse_stride_head + q_start * lse_stride_token
-                    sinks = sinks_ptr
-                    if sinks_ptr is not None:
-                        sinks += head
-                    _merge_rows(
-                        out_ptr + q_start * out_stride_token + head * out_stride_head,
-                        out_stride_token, out_stride_head,
-                        own_lse, lse_stride_token, lse_stride_head,
-                        piece_out_ptr, piece_lse_ptr, sinks,
-                        low, high - low + 2, kv_head, tile, kv_heads, num_tiles, q_len,
-                        GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, ROWS,
-                    )  # fmt: skip
+                own_lse = lse_ptr
+                if lse_ptr is not None:
+                    own_lse += head * lse_stride_head + q_start * lse_stride_token
+                sinks = sinks_ptr
+                if sinks_ptr is not None:
+                    sinks += head
+                merge_when_last(
+                    counter_ptr, piece_out_ptr, piece_lse_ptr, share, low - 1, high - low + 2,
+                    all_rows, own_rows,
+                    out_ptr + q_start * out_stride_token + head * out_stride_head,
+                    out_stride_token, out_stride_head,
+                    own_lse, lse_stride_token, lse_stride_head, sinks,
+                    tile, q_len, GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, ROWS,
+                )  # fmt: skip
         at = last_of_piece
-
-
-@triton.jit
-def _merge_rows(
-    out_ptr,  # at the sequence and the KV head's first query head, as lse_ptr
-    out_stride_token,
-    out_stride_head,
-    lse_ptr,
-    lse_stride_token,
-    lse_stride_head,
-    piece_out_ptr,
-    piece_lse_ptr,
-    sinks_ptr,
-    low,
-    num_pieces,
-    kv_head,
-    tile,
-    kv_heads,
-    num_tiles,
-    q_len,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Merges the pieces of a tile's rows. Other programs wrote them: the L1 cache is passed by."""
-    BLOCK_R: tl.constexpr = triton.next_power_of_2(ROWS)
-    BLOCK_S: tl.constexpr = max(4096 // (BLOCK_R * BLOCK_D), 1)  # pieces read at a time
-    row = tl.arange(0, BLOCK_R)
-    token = (tile * BLOCK_M + row) // GROUP
-    head = (tile * BLOCK_M + row) % GROUP
-    used = (row < ROWS) & (token < q_len)
-    d = tl.arange(0, BLOCK_D)
-    acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
-    m = tl.full([BLOCK_R], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_R], tl.float32)
-    if sinks_ptr is not None:
-        m = tl.load(sinks_ptr + head).to(tl.float32)
-        l = tl.where(m == float("-inf"), 0.0, 1.0)
-    for start in range(0, num_pieces, BLOCK_S):
-        piece = start + tl.arange(0, BLOCK_S)
-        place = _piece(
-            low - 1 + piece, (piece > 0).to(tl.int32), kv_head, tile, kv_heads, num_tiles
-        )[:, None] * ROWS + row[None, :]  # fmt: skip
-        mask = (piece < num_pieces)[:, None] & used[None, :]
-        lse = tl.load(piece_lse_ptr + place, mask=mask, other=float("-inf"), cache_modifier=".cg")
-        out = tl.load(
-            piece_out_ptr + place[:, :, None] * HEAD_DIM + d[None, None, :],
-            mask=mask[:, :, None] & (d < HEAD_DIM)[None, None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        m_new = tl.maximum(m, tl.max(lse, axis=0))
-        # All pieces so far are empty while m is -inf; 0 in its place makes every weight 0, not NaN.
-        safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        weight = tl.exp2((lse - safe[None, :]) * LOG2_E)
-        alpha = tl.exp2((m - safe) * LOG2_E)
-        acc = acc * alpha[:, None] + tl.sum(out * weight[:, :, None], axis=0)
-        l = l * alpha + tl.sum(weight, axis=0)
-        m = m_new
-    empty = l == 0.0
-    safe_l = tl.where(empty, 1.0, l)
-    rows = out_ptr + token.to(tl.int64) * out_stride_token + head * out_stride_head
-    tl.store(
-        rows[:, None] + d[None, :],
-        (acc / safe_l[:, None]).to(out_ptr.dtype.element_ty),
-        mask=used[:, None] & (d < HEAD_DIM)[None, :],
-    )
-    if lse_ptr is not None:
-        lse = tl.where(empty, float("-inf"), m + tl.log2(safe_l) * LN_2)
-        tl.store(lse_ptr + token * lse_stride_token + head * lse_stride_head, lse, mask=used)
-
-
-@triton.jit
-def _with_sink(out, lse, sink):
-    """With one more score, which has no value."""
-    top = tl.maximum(lse, sink)
-    safe = tl.where(top == float("-inf"), 0.0, top)
-    own = tl.exp2((lse - safe) * LOG2_E)
-    total = own + tl.exp2((sink - safe) * LOG2_E)
-    empty = total == 0.0
-    total = tl.where(empty, 1.0, total)
-    out = out * (own / total)[:, None]
-    return out, tl.where(empty, float("-inf"), safe + tl.log2(total) * LN_2)
