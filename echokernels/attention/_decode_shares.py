@@ -101,6 +101,9 @@ def decode_shares_kernel(
     head = kv_head * GROUP
     all_rows = kv_heads * num_tiles
     own_rows = pid % all_rows
+    own_sinks = sinks_ptr
+    if sinks_ptr is not None:
+        own_sinks += head
     while (at < stop) | (empty < num_seqs):
         seq, first, last = holder(at, end)
         is_empty = at >= stop
@@ -131,14 +134,14 @@ def decode_shares_kernel(
                 scale, softcap, window_left, window_right, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
                 PAGE_SIZE, GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, UPCAST,
             )  # fmt: skip
+            own_lse = lse_ptr
+            if lse_ptr is not None:
+                own_lse += head * lse_stride_head + q_start * lse_stride_token
             if (at == first) & (last_of_piece == last):
                 if sinks_ptr is not None:
                     _, head_of_group, _ = rows_of(tile, q_len, GROUP, BLOCK_M)
-                    sink = tl.load(sinks_ptr + head + head_of_group).to(tl.float32)
+                    sink = tl.load(own_sinks + head_of_group).to(tl.float32)
                     out, lse = with_sink(out, lse, sink)
-                own_lse = lse_ptr
-                if lse_ptr is not None:
-                    own_lse += head * lse_stride_head + q_start * lse_stride_token
                 store_tile(
                     tile, out, lse,
                     out_ptr + q_start * out_stride_token + head * out_stride_head,
@@ -152,18 +155,12 @@ def decode_shares_kernel(
                     own_rows, out, lse, ROWS, HEAD_DIM, BLOCK_D, BLOCK_M,
                 )  # fmt: skip
                 low, high = cuts_within(first, last, size, larger, near)
-                own_lse = lse_ptr
-                if lse_ptr is not None:
-                    own_lse += head * lse_stride_head + q_start * lse_stride_token
-                sinks = sinks_ptr
-                if sinks_ptr is not None:
-                    sinks += head
                 merge_when_last(
                     counter_ptr, piece_out_ptr, piece_lse_ptr, share, low - 1, high - low + 2,
                     all_rows, own_rows,
                     out_ptr + q_start * out_stride_token + head * out_stride_head,
                     out_stride_token, out_stride_head,
-                    own_lse, lse_stride_token, lse_stride_head, sinks,
+                    own_lse, lse_stride_token, lse_stride_head, own_sinks,
                     tile, q_len, GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, ROWS,
                 )  # fmt: skip
         at = last_of_piece

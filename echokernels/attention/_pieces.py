@@ -130,35 +130,34 @@ def _merge(
     """(output f32[BLOCK_R, BLOCK_D], LSE) of `count` pieces of a sequence that begins in share
     `first`, every stride-th from number `start` on. Other programs wrote them: the L1 cache is
     passed by."""
-    BLOCK_S: tl.constexpr = max(4096 // (BLOCK_R * BLOCK_D), 1)  # pieces read at a time
+    TOGETHER: tl.constexpr = max(min(4096 // (BLOCK_R * BLOCK_D), 8), 1)  # on their way at once
     row = tl.arange(0, BLOCK_R)
-    d = tl.arange(0, BLOCK_D)
+    d = tl.arange(0, BLOCK_D)[None, :]
     acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
     m = tl.full([BLOCK_R], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_R], tl.float32)
-    for begin in range(0, count, BLOCK_S):
-        index = begin + tl.arange(0, BLOCK_S)
-        number = start + index * stride
-        at = _rows_of_piece(
-            (first + number)[:, None], (number > 0).to(tl.int32)[:, None], all_rows, own_rows,
-            row[None, :], ROWS,
-        )  # fmt: skip
-        mask = (index < count)[:, None] & (row < ROWS)[None, :]
-        lse = tl.load(piece_lse_ptr + at, mask=mask, other=float("-inf"), cache_modifier=".cg")
-        out = tl.load(
-            piece_out_ptr + at[:, :, None] * HEAD_DIM + d[None, None, :],
-            mask=mask[:, :, None] & (d < HEAD_DIM)[None, None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        m_new = tl.maximum(m, tl.max(lse, axis=0))
-        # All pieces so far are empty while m is -inf; 0 in its place makes every weight 0, not NaN.
-        safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        weight = tl.exp2((lse - safe[None, :]) * LOG2_E)
-        alpha = tl.exp2((m - safe) * LOG2_E)
-        acc = acc * alpha[:, None] + tl.sum(out * weight[:, :, None], axis=0)
-        l = l * alpha + tl.sum(weight, axis=0)
-        m = m_new
+    for begin in range(0, count, TOGETHER):
+        for i in tl.static_range(TOGETHER):
+            number = start + (begin + i) * stride
+            at = _rows_of_piece(
+                first + number, (number > 0).to(tl.int32), all_rows, own_rows, row, ROWS
+            )
+            mask = (row < ROWS) & (begin + i < count)
+            lse = tl.load(piece_lse_ptr + at, mask=mask, other=float("-inf"), cache_modifier=".cg")
+            out = tl.load(
+                piece_out_ptr + at[:, None] * HEAD_DIM + d,
+                mask=mask[:, None] & (d < HEAD_DIM),
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            m_new = tl.maximum(m, lse)
+            # All pieces so far are empty while m is -inf: 0 in its place makes weights 0, not NaN.
+            safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+            weight = tl.exp2((lse - safe) * LOG2_E)
+            alpha = tl.exp2((m - safe) * LOG2_E)
+            acc = acc * alpha[:, None] + out * weight[:, None]
+            l = l * alpha + weight
+            m = m_new
     empty = l == 0.0
     safe_l = tl.where(empty, 1.0, l)
     lse = tl.where(empty, float("-inf"), m + tl.log2(safe_l) * LN_2)

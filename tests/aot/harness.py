@@ -147,6 +147,12 @@ def spills_in_loops(kernel: Any) -> list[str]:
     return [line for body in loops(kernel) for line in body if re.search(r"\b(LDL|STL)\b", line)]
 
 
+def product_loop(kernel: Any) -> list[str]:
+    """The instructions of the innermost loop of a CUDA kernel that uses the tensor cores."""
+    product = re.compile(r"\bHG?MMA\b")
+    return min((body for body in loops(kernel) if any(map(product.search, body))), key=len)
+
+
 def loops(kernel: Any) -> Iterator[list[str]]:
     """The instructions of each loop of a CUDA kernel."""
     lines = _inspect(kernel, "nvdisasm", "-c").splitlines()

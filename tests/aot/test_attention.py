@@ -8,7 +8,15 @@ import triton
 
 from echokernels.attention import prefill_hopper
 from echokernels.attention._path import forced_path
-from tests.aot.harness import TARGETS, compile_op, local_memory, loops, meta, spills_in_loops
+from tests.aot.harness import (
+    TARGETS,
+    compile_op,
+    local_memory,
+    loops,
+    meta,
+    product_loop,
+    spills_in_loops,
+)
 
 # 80 is padded to 128 and 192 to 256.
 HEAD_DIMS = [64, 80, 128, 192, 256]
@@ -34,6 +42,16 @@ def assert_in_registers(kernels, target, parked=0):
             assert local_memory(kernel) <= allowed, f"{kernel.name} spills"
         if target == "sm_80":
             assert not spills_in_loops(kernel), f"{kernel.name} spills in a loop"
+
+
+def assert_attends_in_registers(kernels, target):
+    """What belongs to a sequence may be parked while its keys go by."""
+    for kernel in kernels:
+        if target.startswith("sm_"):
+            assert local_memory(kernel) <= 512, f"{kernel.name} spills"
+        if target in ("sm_80", "sm_90") and "mma" in kernel.asm["ptx"]:
+            spills = [line for line in product_loop(kernel) if re.search(r"\b(LDL|STL)\b", line)]
+            assert not spills, f"{kernel.name} spills while it attends"
 
 
 def prefill_args(head_dim, dtype, tokens, *, page_size=0, group=4, **options):
@@ -186,9 +204,7 @@ def test_prefill_hopper_of_many_sequences():
 @pytest.mark.parametrize("queries", [1, 16])
 def test_paged_attention(target, head_dim, queries):
     args = decode_args(head_dim, torch.bfloat16, queries=queries)
-    kernels = compile_portable(target, *args, op="paged_attention")
-    assert len(kernels) == 2
-    assert_in_registers(kernels, target)
+    assert_attends_in_registers(compile_portable(target, *args, op="paged_attention"), target)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -206,7 +222,7 @@ def test_paged_attention(target, head_dim, queries):
 def test_paged_attention_variants(target, head_dim, variant):
     variant = dict(variant)
     args = decode_args(head_dim, variant.pop("dtype"), **variant)
-    assert_in_registers(compile_portable(target, *args, op="paged_attention"), target)
+    assert_attends_in_registers(compile_portable(target, *args, op="paged_attention"), target)
 
 
 @pytest.mark.parametrize(

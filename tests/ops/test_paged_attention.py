@@ -8,9 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echokernels import attention_workspace_size, paged_attention
+from echokernels import attention_workspace_size, paged_attention, split_plan
 from echokernels._target import INTERPRETED, KNOWN_TARGETS
 from echokernels.attention._path import forced_path
+from echokernels.attention._sharing import Sharing, forced_sharing
 from echokernels.attention.paged_decode import _config
 from tests.ops.attention_oracle import (
     Features,
@@ -298,6 +299,24 @@ def test_more_partials_than_are_merged_at_once(device):
         cache.k_cache[page, i % 16] = cache.keys[0][i] = ramp[i]
     out, lse = decode(q, cache, num_splits=25)
     want = attend_ragged(q, cache.keys, cache.values, [1, 1], 0.125, Features())
+    check(out, lse, *want, cache.values)
+
+
+@pytest.mark.parametrize("k_lens", [[4500], [100, 3000, 70, 2500]])
+def test_many_pieces_merge_in_groups(device, k_lens):
+    gen = generator(0)
+    q = randn(len(k_lens), 3, 64, dtype=BF16, device=device, gen=gen)
+    cache = make_cache(
+        k_lens, page_size=16, kv_heads=1, head_dim=64, dtype=BF16, device=device, gen=gen
+    )
+    sinks = randn(3, dtype=BF16, device=device, gen=gen)
+    with forced_sharing(Sharing(64, 8)):
+        plan = split_plan(k_lens, 3, 1, 64, dtype=BF16, device=device)
+        assert max(plan) > 32  # pieces that are merged without groups
+        out, lse = decode(q, cache, sinks=sinks)
+    want = attend_ragged(
+        q, cache.keys, cache.values, [1] * len(k_lens), 0.125, Features(), sinks=sinks
+    )
     check(out, lse, *want, cache.values)
 
 
