@@ -120,10 +120,12 @@ def ladder(rows: Rows) -> Figure:
     )
     for axes, what in ((time, "us"), (scratch, "bytes of scratch")):
         axes.set_xscale("log", base=2)
-        axes.set_yscale("symlog" if axes is scratch else "log")
+        axes.set_yscale("log")
         axes.set_xlabel("keys of one sequence")
         axes.set_ylabel(what)
         axes.legend(fontsize="small")
+    scratch.set_yscale("symlog", linthresh=1e5)
+    scratch.set_ylim(bottom=-1e4)
     return figure
 
 
