@@ -84,7 +84,7 @@ def test_the_default_is_the_first_candidate(target):
             first, *others = calibrate.candidates(kind, CPU)
             assert first not in others
             if kind.kernel == "hopper":
-                of = decode_hopper.default_sharing(kind.head_dim, kind.is_large)
+                of = decode_hopper.default_sharing(kind.is_large)
                 assert first == of
             else:
                 assert 1 <= first.per_sm <= 4
