@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from echokernels import WarmupStep, warmup
 from echokernels._warmup import warmup_steps
-from echokernels.attention import decode_hopper
+from echokernels.attention.split import block_seqs
 
 limits = st.integers(1, 300)
 
@@ -44,16 +44,11 @@ def test_every_size_has_a_step_on_its_side_of_every_power_of_two(
         assert bucket(size) in chunks
 
 
-@given(st.integers(1, 1024), st.integers(1, 70), st.sampled_from([78, 114, 132]))
-def test_decodes_meet_every_kernel_for_hopper(max_num_seqs, kv_heads, num_sms):
-    def kernel(num_seqs):
-        is_large = num_seqs * kv_heads > num_sms
-        sharing = decode_hopper.default_sharing(128, is_large)
-        return sharing, decode_hopper.block_seqs(num_seqs)
-
+@given(st.integers(1, 1024))
+def test_decodes_meet_every_kernel_for_hopper(max_num_seqs):
     steps = warmup_steps(max_num_seqs, max_num_seqs, 64)
-    met = {kernel(len(step.query_lens)) for step in steps if set(step.query_lens) == {1}}
-    assert met == {kernel(num_seqs) for num_seqs in range(1, max_num_seqs + 1)}
+    met = {block_seqs(len(step.query_lens)) for step in steps if set(step.query_lens) == {1}}
+    assert met == {block_seqs(num_seqs) for num_seqs in range(1, max_num_seqs + 1)}
 
 
 def test_runs_every_step_and_shows_progress():
