@@ -17,9 +17,8 @@ from matplotlib.figure import Figure
 
 from bench.ladder import HEAD_DIM, KV_HEADS
 from bench.prefill import BF16
+from bench.report import PLOTS
 from bench.results import CEILING, OURS, RESULTS
-
-PLOTS = RESULTS.parent.parent / "docs" / "plots"
 
 Rows = list[dict[str, str]]
 

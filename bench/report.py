@@ -39,6 +39,7 @@ worst row.
 """
 
 Row = dict[str, str]
+PLOTS = RESULTS.parent.parent / "docs" / "plots"
 
 
 def main() -> None:
@@ -48,11 +49,11 @@ def main() -> None:
 def report() -> str:
     lines = [INTRODUCTION]
     for path in sorted(RESULTS.glob("ops-*.csv")):
-        lines += _device(list(csv.DictReader(path.open())))
+        lines += _device(list(csv.DictReader(path.open())), path.stem.partition("-")[2])
     for path in sorted(RESULTS.glob("host-*.csv")):
         lines += _host(list(csv.DictReader(path.open())))
     for path in sorted(RESULTS.glob("ladder-*.csv")):
-        lines += _ladder(list(csv.DictReader(path.open())))
+        lines += [*_ladder(list(csv.DictReader(path.open()))), *_plot(path.stem)]
     for path in sorted(RESULTS.glob("kv_layout-*.csv")):
         lines += _layout(list(csv.DictReader(path.open())))
     for path in sorted(RESULTS.glob("accuracy-*.csv")):
@@ -62,7 +63,7 @@ def report() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _device(rows: list[Row]) -> Iterator[str]:
+def _device(rows: list[Row], gpu: str) -> Iterator[str]:
     first = rows[0]
     yield f"## {first['gpu']}, torch {first['torch']}, Triton {first['triton']}\n"
     for commit, group in groupby(rows, lambda row: row["commit"]):
@@ -73,6 +74,14 @@ def _device(rows: list[Row]) -> Iterator[str]:
     for op, group in groupby(rows, lambda row: row["op"]):
         if op != CEILING:
             yield from _table(op, list(group))
+        if op == "paged_attention":
+            yield from _plot(f"decode-{gpu}")
+
+
+def _plot(name: str) -> Iterator[str]:
+    """What `bench.plot` drew, if it did."""
+    if (PLOTS / f"{name}.svg").exists():
+        yield f"![{name}](plots/{name}.svg)\n"
 
 
 def _table(op: str, rows: list[Row]) -> Iterator[str]:
