@@ -159,7 +159,7 @@ def chat(
 
 @app.command()
 def calibrate() -> None:
-    """Measure how decoding best shares out keys on this GPU, in under two minutes, and keep it."""
+    """Measure how decoding best shares out keys on this GPU, and keep it."""
     import torch
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
