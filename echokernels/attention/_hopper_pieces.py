@@ -2,7 +2,7 @@
 
 A share has two pieces at most: the end of a sequence that began before, and the beginning of one
 that goes on. So the workspace depends on the number of programs alone. The last program to write a
-piece of a sequence merges them all.
+piece of a sequence merges them all, those of many pieces in two levels.
 """
 
 from triton.experimental import gluon

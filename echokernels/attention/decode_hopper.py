@@ -161,7 +161,6 @@ def is_made_for(
         and 32 < head_dim <= 128
         and head_dim % 8 == 0
         and rows <= MOST_SHARED_ROWS
-        # All sizes of tiles, so that the batch does not decide.
         and fills_tiles(page_size, _BLOCK_N)
         and num_seqs <= MOST_SEQS
     )

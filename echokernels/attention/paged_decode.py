@@ -1,15 +1,18 @@
 """Attention of few queries a sequence over pages: split-K flash decoding (Dao et al.,
 "Flash-Decoding", 2023).
 
-Decoding reads the whole cache for little arithmetic, so the keys of one (sequence, KV head) are
-split among several programs. Each writes the attention over its chunk, in fp32, with its LSE; a
-second kernel merges them. With one split the first kernel writes the output itself.
+Decoding reads the whole cache for little arithmetic, so keys are split among several programs. By
+default those of all sequences together are cut into equal shares, by a kernel for Hopper
+(`decode_hopper.py`) or a portable one (`_decode_shares.py`).
 
-Grid and workspace follow from capacity alone; every program finds its chunk from `seqused_k` on the
+Splits that are forced or independent of the batch, and batches of very many sequences, go by chunks
+of each sequence, here. Each program writes the attention over its chunk, in fp32, with its LSE; a
+second kernel merges them. With one split the first kernel writes the output itself. Chunks beyond a
+sequence's end are neither written nor read.
+
+Grid and workspace follow from capacity alone; every program finds its part from `seqused_k` on the
 device. One captured graph therefore serves any lengths, and rows padded with length 0 get 0 and
--inf. Chunks beyond a sequence's end are neither written nor read.
-
-On Hopper another kernel takes most calls (`decode_hopper.py`).
+-inf.
 
 Mutates `out`, `lse` and `workspace` (scratch; nothing in it outlives the call).
 """

@@ -2,8 +2,9 @@
 
 The grid and the workspace come from capacity (batch, KV heads, table width, SM count), never from
 lengths on the host; each program finds its own part from `seqused_k`, so a captured graph serves
-any lengths. The portable kernels split every sequence into chunks (`chunks` in `_split_k.py`), that
-for Hopper cuts all of them into equal shares (`_hopper_shares.py`; the same rules in Python here).
+any lengths. By default the keys of all sequences together are cut into equal shares (`_shares.py`,
+`_hopper_shares.py`; the same rules in Python here); splits that are forced, or independent of the
+batch, are chunks of each sequence (`chunks` in `_split_k.py`).
 """
 
 from bisect import bisect_left, bisect_right
