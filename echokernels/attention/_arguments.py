@@ -16,6 +16,8 @@ from echokernels._checks import (
 )
 
 MAX_HEAD_DIM = 256
+CODES = (torch.int8, torch.float8_e4m3fn)
+"""Dtypes of quantised caches, which have a scale for each token and KV head."""
 
 
 def check_queries(
@@ -56,6 +58,30 @@ def check_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, names: tuple[s
             "the first must be divisible by the second"
         )
     check_same_device("q", q, **dict(zip(names, (k, v), strict=True)))
+
+
+def check_cache_scales(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    names: tuple[str, str] = ("k_cache", "v_cache"),
+) -> None:
+    """k, v: [num_pages, page_size, kv_heads, head_dim] of one dtype. Of codes, k_scale and v_scale:
+    f32[num_pages, page_size, kv_heads], any strides; of anything else, None."""
+    check_dtype(names[1], v, (k.dtype,))
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if k.dtype not in CODES:
+            check_absent(name, scale, f"{names[0]}.dtype is {k.dtype}, which has no scales")
+            continue
+        if scale is None:
+            raise ValueError(
+                f"{name} is None, must be a tensor: {names[0]}.dtype is {k.dtype}, codes that need "
+                "scales"
+            )
+        check_shape(name, scale, *k.shape[:3])
+        check_dtype(name, scale, (torch.float32,))
+        check_same_device(names[0], k, **{name: scale})
 
 
 def check_pages(
