@@ -14,6 +14,7 @@ from echokernels._checks import (
     check_same_device,
     check_shape,
 )
+from echokernels._target import Target
 
 MAX_HEAD_DIM = 256
 CODES = (torch.int8, torch.float8_e4m3fn)
@@ -44,11 +45,18 @@ def check_queries(
     check_same_device("q", q, out=out, lse=lse)
 
 
-def check_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, names: tuple[str, str]) -> None:
-    """k, v: [..., kv_heads, head_dim], heads of q divisible by kv_heads."""
+def check_keys(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    names: tuple[str, str],
+    dtypes: tuple[torch.dtype, ...] = (),
+) -> None:
+    """k, v: [..., kv_heads, head_dim] of q's dtype or one of `dtypes`, heads of q divisible by
+    kv_heads."""
     for name, tensor in zip(names, (k, v), strict=True):
         check_dim(name, tensor, k.dim())
-        check_dtype(name, tensor, (q.dtype,))
+        check_dtype(name, tensor, (q.dtype, *dtypes))
         check_shape(name, tensor, *k.shape[:-1], q.shape[2])
         check_last_contiguous(name, tensor)
     heads, kv_heads = q.shape[1], k.shape[-2]
@@ -82,6 +90,15 @@ def check_cache_scales(
         check_shape(name, scale, *k.shape[:3])
         check_dtype(name, scale, (torch.float32,))
         check_same_device(names[0], k, **{name: scale})
+
+
+def check_can_decode(name: str, cache: torch.Tensor, target: Target) -> None:
+    """Raises ValueError when the target has no cast from the cache's dtype."""
+    if cache.dtype == torch.float8_e4m3fn and not target.casts_to_fp8:
+        raise ValueError(
+            f"{name}.dtype is float8_e4m3fn, must be int8 on {target.name}: "
+            "FP8 needs compute capability 8.9 or later"
+        )
 
 
 def check_pages(
@@ -166,14 +183,10 @@ def check_features(
     window_left: int,
     window_right: int,
     softcap: float,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
 ) -> None:
     check_range("window_left", window_left, -1)
     check_range("window_right", window_right, -1)
     check_range("softcap", softcap, 0.0)
-    check_absent("k_scale", k_scale, "INT8 caches are not supported yet")
-    check_absent("v_scale", v_scale, "INT8 caches are not supported yet")
 
 
 def check_biases(
@@ -191,6 +204,13 @@ def check_biases(
         check_dtype("sinks", sinks, FLOATS)
         check_last_contiguous("sinks", sinks)
     check_same_device("q", q, alibi_slopes=alibi_slopes, sinks=sinks)
+
+
+def scale_strides(k_scale: torch.Tensor | None, v_scale: torch.Tensor | None) -> tuple[int, ...]:
+    """Of page, slot and head, of both; zeros of none."""
+    if k_scale is None or v_scale is None:
+        return (0,) * 6
+    return *k_scale.stride(), *v_scale.stride()
 
 
 def alibi_stride(alibi_slopes: torch.Tensor | None) -> int:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from echokernels._pdl import let_next_start, wait_for_previous
-from echokernels.attention._pieces import merge_when_last, store_piece, with_sink
+from echokernels.attention._pieces import merge_when_last, store_piece
 from echokernels.attention._shares import (
     cut,
     cuts_within,
@@ -21,6 +21,7 @@ from echokernels.attention._shares import (
     next_without_keys,
     tiles_of,
 )
+from echokernels.attention._softmax import with_sink
 from echokernels.attention._split_k import query_range
 from echokernels.attention._tile import attend_tile, rows_of, store_tile
 
@@ -28,6 +29,8 @@ from echokernels.attention._tile import attend_tile, rows_of, store_tile
 # Index tensors may be slices at any offset of larger buffers: their alignment varies at run time.
 @triton.jit(
     do_not_specialize=[
+        "k_scale_ptr", "v_scale_ptr", "k_scale_stride_page", "k_scale_stride_slot",
+        "k_scale_stride_head", "v_scale_stride_page", "v_scale_stride_slot", "v_scale_stride_head",
         "block_table_ptr", "seqused_k_ptr", "cu_seqlens_q_ptr", "alibi_ptr", "sinks_ptr",
         "num_seqs", "num_tiles", "most_shares", "window_left", "window_right",
         "table_stride", "alibi_stride", "lse_stride_head",
@@ -47,6 +50,8 @@ def decode_shares_kernel(
     cu_seqlens_q_ptr,  # [num_seqs + 1], or None: one query each
     alibi_ptr,  # f32[heads] or f32[num_seqs, heads], or None
     sinks_ptr,  # [heads], or None
+    k_scale_ptr,  # f32[num_pages, PAGE_SIZE, kv_heads] of a cache of codes, or None
+    v_scale_ptr,
     num_seqs,
     num_tiles,
     kv_heads,
@@ -63,6 +68,12 @@ def decode_shares_kernel(
     v_stride_page,
     v_stride_slot,
     v_stride_head,
+    k_scale_stride_page,
+    k_scale_stride_slot,
+    k_scale_stride_head,
+    v_scale_stride_page,
+    v_scale_stride_slot,
+    v_scale_stride_head,
     table_stride,
     alibi_stride,
     scale,
@@ -104,6 +115,9 @@ def decode_shares_kernel(
     own_sinks = sinks_ptr
     if sinks_ptr is not None:
         own_sinks += head
+    if k_scale_ptr is not None:
+        k_scale_ptr += kv_head * k_scale_stride_head
+        v_scale_ptr += kv_head * v_scale_stride_head
     while (at < stop) | (empty < num_seqs):
         seq, first, last = holder(at, end)
         is_empty = at >= stop
@@ -127,6 +141,8 @@ def decode_shares_kernel(
                 q_stride_token, q_stride_head, q_len,
                 k_ptr + kv_head * k_stride_head, k_stride_page, k_stride_slot,
                 v_ptr + kv_head * v_stride_head, v_stride_page, v_stride_slot,
+                k_scale_ptr, k_scale_stride_page, k_scale_stride_slot,
+                v_scale_ptr, v_scale_stride_page, v_scale_stride_slot,
                 0, block_table_ptr + seq * table_stride, k_len,
                 key + (at - first) * BLOCK_N,
                 tl.minimum(k_len, key + (last_of_piece - first) * BLOCK_N),

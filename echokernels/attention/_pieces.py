@@ -7,7 +7,7 @@ of each at most: of a sequence that began before (is_end), and of one that goes 
 import triton
 import triton.language as tl
 
-from echokernels.attention._softmax import LN_2, LOG2_E
+from echokernels.attention._softmax import LN_2, LOG2_E, with_sink
 
 # Pieces that one program merges before others go on, and those that one program merges alone: a
 # group costs a store and a count.
@@ -198,16 +198,3 @@ def _store_rows(
     )
     if lse_ptr is not None:
         tl.store(lse_ptr + token * lse_stride_token + head * lse_stride_head, lse, mask=used)
-
-
-@triton.jit
-def with_sink(out, lse, sink):
-    """With one more score, which has no value."""
-    top = tl.maximum(lse, sink)
-    safe = tl.where(top == float("-inf"), 0.0, top)
-    own = tl.exp2((lse - safe) * LOG2_E)
-    total = own + tl.exp2((sink - safe) * LOG2_E)
-    empty = total == 0.0
-    total = tl.where(empty, 1.0, total)
-    out = out * (own / total)[:, None]
-    return out, tl.where(empty, float("-inf"), safe + tl.log2(total) * LN_2)

@@ -12,6 +12,12 @@ window_right. Causal attention is window_right = 0.
 A score is scaled, then capped (softcap), then lowered by slope * |p - j| (ALiBi; Press et al.,
 2022), then masked. A sink (Xiao et al., 2024; a learned logit for each head, as in gpt-oss) is one
 more score of each row that has no value: it adds to the denominator, and so to the LSE.
+
+Of a cache of codes (INT8, FP8) key j is k_scale[j] * codes, so k_scale multiplies the scores of a
+key, and no element of it. v_scale[j] would multiply the weights; but these may then be too small
+for the product's operands. So log2(v_scale) is added to the scores before the max is taken: weights
+are relative to the largest weight times scale, multiply codes as they are, and the denominator adds
+weight / v_scale in fp32.
 """
 
 import triton
@@ -31,6 +37,12 @@ def dot(a, b, UPCAST: tl.constexpr):
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def operand(x, DTYPE: tl.constexpr, UPCAST: tl.constexpr):
+    """Keys or values, or codes of them, as `dot` takes them."""
+    return x.to(tl.float32 if UPCAST else DTYPE)
 
 
 @triton.jit
@@ -93,14 +105,21 @@ def online_softmax(s, m, l, scale):
 
 
 @triton.jit
-def initial(sinks_ptr, head, BLOCK_M: tl.constexpr):
-    """(m, l) before the first key: those of the sink of each row's head, if there are sinks."""
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
-    if sinks_ptr is not None:
-        m = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
-        l = tl.where(m == float("-inf"), 0.0, 1.0)
-    return m, l
+def online_softmax_of_codes(s, m, l, scale, v_scale):
+    """The same where values are v_scale * codes: weights are those of the codes."""
+    y = s * scale + tl.log2(v_scale)[None, :]
+    m_new = tl.maximum(m, tl.max(y, axis=1))
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.exp2(y - m_safe[:, None])
+    alpha = tl.exp2(m - m_safe)
+    return p, alpha, m_new, l * alpha + tl.sum(p * (1.0 / v_scale)[None, :], axis=1)
+
+
+@triton.jit
+def load_scale(scale_ptr, page, stride_page, slot, stride_slot, mask, MASKED: tl.constexpr):
+    """f32 of each key; 1 of those masked out."""
+    ptr = scale_ptr + page * stride_page + slot * stride_slot
+    return tl.load(ptr, mask=mask, other=1.0) if MASKED else tl.load(ptr)
 
 
 @triton.jit
@@ -120,6 +139,12 @@ def attend(
     k_stride_slot,
     v_stride_page,
     v_stride_slot,
+    k_scale_ptr,  # f32 at the KV head, of a cache of codes; or None
+    k_scale_stride_page,
+    k_scale_stride_slot,
+    v_scale_ptr,
+    v_scale_stride_page,
+    v_scale_stride_slot,
     first_row,
     table_ptr,
     scale,  # > 0
@@ -157,7 +182,12 @@ def attend(
             k = tl.load(k_rows + d, mask=d < HEAD_DIM, other=0.0)
             v = tl.load(v_rows + d, mask=d < HEAD_DIM, other=0.0)
 
-        s = dot(q, tl.trans(k), UPCAST)
+        s = dot(q, tl.trans(operand(k, q.dtype, UPCAST)), UPCAST)
+        if k_scale_ptr is not None:
+            k_scale = load_scale(
+                k_scale_ptr, page, k_scale_stride_page, slot, k_scale_stride_slot, in_range, MASKED
+            )
+            s *= k_scale[None, :]
         if HAS_SOFTCAP:
             s = soft_cap(s * scale, softcap) * LOG2_E
         elif slope is not None:
@@ -173,8 +203,16 @@ def attend(
             s = tl.where(visible, s, float("-inf"))
         # What softcap or ALiBi has changed is scaled already.
         BIASED: tl.constexpr = HAS_SOFTCAP or slope is not None
-        p, alpha, m, l = online_softmax(s, m, l, 1.0 if BIASED else scale * LOG2_E)
-        acc = acc * alpha[:, None] + dot(p.to(v.dtype), v, UPCAST)
+        if v_scale_ptr is not None:
+            v_scale = load_scale(
+                v_scale_ptr, page, v_scale_stride_page, slot, v_scale_stride_slot, in_range, MASKED
+            )
+            p, alpha, m, l = online_softmax_of_codes(
+                s, m, l, 1.0 if BIASED else scale * LOG2_E, v_scale
+            )
+        else:
+            p, alpha, m, l = online_softmax(s, m, l, 1.0 if BIASED else scale * LOG2_E)
+        acc = acc * alpha[:, None] + dot(p.to(q.dtype), operand(v, q.dtype, UPCAST), UPCAST)
     return acc, m, l
 
 
@@ -185,3 +223,16 @@ def finish(acc, m, l):
     out = acc / tl.where(empty, 1.0, l)[:, None]
     lse = tl.where(empty, float("-inf"), (m + tl.log2(tl.where(empty, 1.0, l))) * LN_2)
     return out, lse
+
+
+@triton.jit
+def with_sink(out, lse, sink):
+    """(output, LSE) with one more score of each row, which has no value."""
+    top = tl.maximum(lse, sink)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    own = tl.exp2((lse - safe) * LOG2_E)
+    total = own + tl.exp2((sink - safe) * LOG2_E)
+    empty = total == 0.0
+    total = tl.where(empty, 1.0, total)
+    out = out * (own / total)[:, None]
+    return out, tl.where(empty, float("-inf"), safe + tl.log2(total) * LN_2)

@@ -9,7 +9,7 @@ token and the KV head's first query head, those to slopes and sinks at that head
 import triton
 import triton.language as tl
 
-from echokernels.attention._softmax import LOG2_E, attend, finish, initial, key_range
+from echokernels.attention._softmax import LOG2_E, attend, finish, key_range, with_sink
 
 
 @triton.jit
@@ -33,6 +33,12 @@ def attend_tile(
     v_ptr,
     v_stride_page,
     v_stride_slot,
+    k_scale_ptr,  # f32 at the KV head, of a cache of codes; or None
+    k_scale_stride_page,
+    k_scale_stride_slot,
+    v_scale_ptr,
+    v_scale_stride_page,
+    v_scale_stride_slot,
     first_row,  # of the sequence in contiguous K and V
     table_ptr,  # the sequence's row of the block table
     k_len,
@@ -82,19 +88,25 @@ def attend_tile(
     if alibi_ptr is not None:
         slope = tl.load(alibi_ptr + head) * LOG2_E
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    m, l = initial(sinks_ptr, head, BLOCK_M)
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
     for masked in tl.static_range(2):
         acc, m, l = attend(
             acc, m, l, q,
             unmasked_end if masked else begin,
             end if masked else unmasked_end,
             k_len, position, slope, k_ptr, v_ptr,
-            k_stride_page, k_stride_slot, v_stride_page, v_stride_slot, first_row, table_ptr,
+            k_stride_page, k_stride_slot, v_stride_page, v_stride_slot,
+            k_scale_ptr, k_scale_stride_page, k_scale_stride_slot,
+            v_scale_ptr, v_scale_stride_page, v_scale_stride_slot, first_row, table_ptr,
             scale, softcap, window_left, window_right,
             masked == 1, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, PAGE_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N,
             UPCAST,
         )  # fmt: skip
-    return finish(acc, m, l)
+    out, lse = finish(acc, m, l)
+    if sinks_ptr is not None:
+        out, lse = with_sink(out, lse, tl.load(sinks_ptr + head).to(tl.float32))
+    return out, lse
 
 
 @triton.jit

@@ -140,6 +140,7 @@ def can_run(
     rows = _rows(q, kv_heads, max_seqlen_q)
     return (
         num_pages > 0
+        and k_cache.dtype == q.dtype
         and softmax_scale > 0
         and is_made_for(target, q.dtype, q.shape[-1], rows, page_size, num_seqs)
         and all(is_addressable(x) for x in (k_cache, v_cache))

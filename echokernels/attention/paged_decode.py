@@ -29,8 +29,11 @@ from echokernels._target import INTERPRETED, Target, target_of
 from echokernels._tuning import TileConfig, select
 from echokernels.attention import decode_hopper, reference
 from echokernels.attention._arguments import (
+    CODES,
     alibi_stride,
     check_biases,
+    check_cache_scales,
+    check_can_decode,
     check_features,
     check_keys,
     check_lengths,
@@ -38,6 +41,7 @@ from echokernels.attention._arguments import (
     check_page_ids,
     check_pages,
     check_queries,
+    scale_strides,
 )
 from echokernels.attention._decode_shares import decode_shares_kernel
 from echokernels.attention._path import current_path
@@ -62,6 +66,8 @@ _MOST_PROGRAMS_PER_SM = 4
 # Index tensors may be slices at any offset of larger buffers: their alignment varies at run time.
 @triton.jit(
     do_not_specialize=[
+        "k_scale_ptr", "v_scale_ptr", "k_scale_stride_page", "k_scale_stride_slot",
+        "k_scale_stride_head", "v_scale_stride_page", "v_scale_stride_slot", "v_scale_stride_head",
         "block_table_ptr", "seqused_k_ptr", "cu_seqlens_q_ptr", "alibi_ptr", "sinks_ptr",
         "num_seqs", "num_tiles", "num_tokens", "split_divisor", "min_chunk", "window_left",
         "window_right", "table_stride", "alibi_stride", "lse_stride_head",
@@ -80,6 +86,8 @@ def _paged_attention_kernel(
     cu_seqlens_q_ptr,  # [num_seqs + 1], or None: one query each
     alibi_ptr,  # f32[heads] or f32[num_seqs, heads], or None
     sinks_ptr,  # [heads], or None: with SPLIT the kernel that merges adds them
+    k_scale_ptr,  # f32[num_pages, PAGE_SIZE, kv_heads] of a cache of codes, or None
+    v_scale_ptr,
     num_seqs,
     num_tiles,
     num_tokens,
@@ -98,6 +106,12 @@ def _paged_attention_kernel(
     v_stride_page,
     v_stride_slot,
     v_stride_head,
+    k_scale_stride_page,
+    k_scale_stride_slot,
+    k_scale_stride_head,
+    v_scale_stride_page,
+    v_scale_stride_slot,
+    v_scale_stride_head,
     table_stride,
     alibi_stride,
     scale,
@@ -142,12 +156,17 @@ def _paged_attention_kernel(
         alibi_ptr += seq * alibi_stride + head
     if sinks_ptr is not None:
         sinks_ptr += head
+    if k_scale_ptr is not None:
+        k_scale_ptr += kv_head * k_scale_stride_head
+        v_scale_ptr += kv_head * v_scale_stride_head
     out, lse = attend_tile(
         tile,
         q_ptr + q_start * q_stride_token + head * q_stride_head,
         q_stride_token, q_stride_head, q_len,
         k_ptr + kv_head * k_stride_head, k_stride_page, k_stride_slot,
         v_ptr + kv_head * v_stride_head, v_stride_page, v_stride_slot,
+        k_scale_ptr, k_scale_stride_page, k_scale_stride_slot,
+        v_scale_ptr, v_scale_stride_page, v_scale_stride_slot,
         0, block_table_ptr + seq * table_stride, k_len, share_begin, share_end,
         alibi_ptr, sinks_ptr,
         scale, softcap, window_left, window_right, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
@@ -268,7 +287,8 @@ def _check(
     check_dim("seqused_k", seqused_k, 1)
     num_seqs = seqused_k.shape[0]
     check_pages(q, k_cache, block_table, seqused_k, num_seqs)
-    check_keys(q, k_cache, v_cache, ("k_cache", "v_cache"))
+    check_keys(q, k_cache, v_cache, ("k_cache", "v_cache"), CODES)
+    check_cache_scales(k_cache, v_cache, k_scale, v_scale)
     if cu_seqlens_q is not None:
         check_lengths("cu_seqlens_q", cu_seqlens_q, num_seqs + 1)
     elif q.shape[0] != num_seqs:
@@ -277,7 +297,7 @@ def _check(
             "without cu_seqlens_q"
         )
     check_range("max_seqlen_q", max_seqlen_q, 1, 1 if cu_seqlens_q is None else MAX_QUERIES)
-    check_features(window_left, window_right, softcap, k_scale, v_scale)
+    check_features(window_left, window_right, softcap)
     check_biases(q, alibi_slopes, sinks, num_seqs)
     check_range("num_splits", num_splits, 0)
     check_range("kv_split_size", kv_split_size, 0)
@@ -320,8 +340,8 @@ def _launch(
     softcap: float,
     alibi_slopes: torch.Tensor | None,
     sinks: torch.Tensor | None,
-    k_scale: torch.Tensor | None,  # noqa: ARG001
-    v_scale: torch.Tensor | None,  # noqa: ARG001
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
     num_splits: int,
     kv_split_size: int,
     workspace: torch.Tensor | None,
@@ -332,6 +352,7 @@ def _launch(
         return
     max_seqlen_q = min(max_seqlen_q, num_tokens)
     target = target_of(q.device)
+    check_can_decode("k_cache", k_cache, target)
     if _wants_hopper(num_splits, kv_split_size) and decode_hopper.can_run(
         target, q, k_cache, v_cache, num_seqs, max_seqlen_q, softmax_scale
     ):
@@ -349,7 +370,7 @@ def _launch(
         _launch_shares(
             config, target, out, lse, q, k_cache, v_cache, block_table, seqused_k, cu_seqlens_q,
             max_seqlen_q, softmax_scale, (window_left, 0 if causal else window_right), softcap,
-            alibi_slopes, sinks, workspace,
+            alibi_slopes, sinks, k_scale, v_scale, workspace,
         )  # fmt: skip
         return
     splits = choose_num_splits(
@@ -380,6 +401,8 @@ def _launch(
         cu_seqlens_q,
         alibi_slopes,
         sinks if splits == 1 else None,
+        k_scale,
+        v_scale,
         num_seqs,
         num_tiles,
         num_tokens,
@@ -391,6 +414,7 @@ def _launch(
         *q.stride()[:2],
         *k_cache.stride()[:3],
         *v_cache.stride()[:3],
+        *scale_strides(k_scale, v_scale),
         block_table.stride(0),
         alibi_stride(alibi_slopes),
         softmax_scale,
@@ -457,6 +481,8 @@ def _launch_shares(
     softcap: float,
     alibi_slopes: torch.Tensor | None,
     sinks: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
     workspace: torch.Tensor | None,
 ) -> None:
     heads, head_dim = q.shape[1:]
@@ -485,6 +511,8 @@ def _launch_shares(
         cu_seqlens_q,
         alibi_slopes,
         sinks,
+        k_scale,
+        v_scale,
         num_seqs,
         num_tiles,
         kv_heads,
@@ -494,6 +522,7 @@ def _launch_shares(
         *q.stride()[:2],
         *k_cache.stride()[:3],
         *v_cache.stride()[:3],
+        *scale_strides(k_scale, v_scale),
         block_table.stride(0),
         alibi_stride(alibi_slopes),
         softmax_scale,
@@ -545,6 +574,8 @@ def paged_attention(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
     num_splits: int = 0,
     kv_split_size: int = 0,
     workspace: torch.Tensor | None = None,
@@ -558,7 +589,8 @@ def paged_attention(
     any strides with the last dimension contiguous. block_table: [num_seqs, max_pages] page ids;
     entries past a sequence's last page are not read. seqused_k: [num_seqs] keys of each sequence,
     its own queries included. Indices are int32 or int64; the others fp16, bf16 or fp32; head_dim a
-    multiple of 8 up to 256; heads a multiple of kv_heads. window, softcap, alibi_slopes, sinks: as
+    multiple of 8 up to 256; heads a multiple of kv_heads. The caches may hold int8 or float8_e4m3fn
+    codes: k_scale and v_scale are then f32 [num_pages, page_size, kv_heads], any strides. window, softcap, alibi_slopes, sinks: as
     in `flash_attn_varlen`.
 
     num_splits: 0 chooses, 1 does not split, n splits every sequence n ways. kv_split_size > 0 makes
@@ -589,8 +621,8 @@ def paged_attention(
         softcap,
         alibi_slopes,
         sinks,
-        None,
-        None,
+        k_scale,
+        v_scale,
         num_splits,
         kv_split_size,
         workspace,

@@ -29,9 +29,12 @@ from echokernels._target import INTERPRETED, Target, target_of
 from echokernels._tuning import TileConfig, select
 from echokernels.attention import prefill_hopper, reference
 from echokernels.attention._arguments import (
+    CODES,
     alibi_stride,
     check_biases,
     check_boundaries,
+    check_cache_scales,
+    check_can_decode,
     check_features,
     check_keys,
     check_lengths,
@@ -39,6 +42,7 @@ from echokernels.attention._arguments import (
     check_page_ids,
     check_pages,
     check_queries,
+    scale_strides,
 )
 from echokernels.attention._path import current_path
 from echokernels.attention._tile import attend_tile, store_tile
@@ -47,6 +51,8 @@ from echokernels.attention._tile import attend_tile, store_tile
 # Index tensors may be slices at any offset of larger buffers: their alignment varies at run time.
 @triton.jit(
     do_not_specialize=[
+        "k_scale_ptr", "v_scale_ptr", "k_scale_stride_page", "k_scale_stride_slot",
+        "k_scale_stride_head", "v_scale_stride_page", "v_scale_stride_slot", "v_scale_stride_head",
         "cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "seqused_k_ptr", "block_table_ptr", "alibi_ptr",
         "sinks_ptr", "num_tiles", "window_left", "window_right", "table_stride", "alibi_stride",
         "lse_stride_head",
@@ -64,6 +70,8 @@ def _flash_attn_varlen_kernel(
     block_table_ptr,  # [num_seqs, max_pages], or None
     alibi_ptr,  # f32[heads] or f32[num_seqs, heads], or None
     sinks_ptr,  # [heads], or None
+    k_scale_ptr,  # f32[num_pages, PAGE_SIZE, kv_heads] of a cache of codes, or None
+    v_scale_ptr,
     num_tiles,
     kv_heads,
     out_stride_token,
@@ -78,6 +86,12 @@ def _flash_attn_varlen_kernel(
     v_stride_page,
     v_stride_slot,
     v_stride_head,
+    k_scale_stride_page,
+    k_scale_stride_slot,
+    k_scale_stride_head,
+    v_scale_stride_page,
+    v_scale_stride_slot,
+    v_scale_stride_head,
     table_stride,
     alibi_stride,
     scale,
@@ -122,12 +136,17 @@ def _flash_attn_varlen_kernel(
         alibi_ptr += seq * alibi_stride + head
     if sinks_ptr is not None:
         sinks_ptr += head
+    if k_scale_ptr is not None:
+        k_scale_ptr += kv_head * k_scale_stride_head
+        v_scale_ptr += kv_head * v_scale_stride_head
     out, lse = attend_tile(
         tile,
         q_ptr + q_start * q_stride_token + head * q_stride_head,
         q_stride_token, q_stride_head, q_len,
         k_ptr + kv_head * k_stride_head, k_stride_page, k_stride_slot,
         v_ptr + kv_head * v_stride_head, v_stride_page, v_stride_slot,
+        k_scale_ptr, k_scale_stride_page, k_scale_stride_slot,
+        v_scale_ptr, v_scale_stride_page, v_scale_stride_slot,
         k_start, table_ptr, k_len, 0, k_len, alibi_ptr, sinks_ptr,
         scale, softcap, window_left, window_right, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
         PAGE_SIZE, GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, UPCAST,
@@ -215,10 +234,11 @@ def _check(
         check_lengths("cu_seqlens_k", cu_seqlens_k, num_seqs + 1)
         if seqused_k is not None:
             check_lengths("seqused_k", seqused_k, num_seqs)
-    check_keys(q, k, v, ("k", "v"))
+    check_keys(q, k, v, ("k", "v"), CODES if block_table is not None else ())
+    check_cache_scales(k, v, k_scale, v_scale, ("k", "v"))
     check_range("max_seqlen_q", max_seqlen_q, 0)
     check_range("max_seqlen_k", max_seqlen_k, 0)
-    check_features(window_left, window_right, softcap, k_scale, v_scale)
+    check_features(window_left, window_right, softcap)
     check_biases(q, alibi_slopes, sinks, num_seqs)
     check_same_device(
         "q", q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k
@@ -268,13 +288,14 @@ def _launch(
     softcap: float,
     alibi_slopes: torch.Tensor | None,
     sinks: torch.Tensor | None,
-    k_scale: torch.Tensor | None,  # noqa: ARG001
-    v_scale: torch.Tensor | None,  # noqa: ARG001
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
 ) -> None:
     num_seqs = cu_seqlens_q.shape[0] - 1
     if q.shape[0] == 0 or q.shape[1] == 0 or num_seqs == 0:
         return
     target = target_of(q.device)
+    check_can_decode("k", k, target)
     if _wants_hopper(max_seqlen_q) and prefill_hopper.can_run(
         target, q, k, v, out, num_seqs, block_table, softmax_scale
     ):
@@ -307,6 +328,8 @@ def _launch(
         block_table,
         alibi_slopes,
         sinks,
+        k_scale,
+        v_scale,
         num_tiles,
         kv_heads,
         *out.stride()[:2],
@@ -314,6 +337,7 @@ def _launch(
         *q.stride()[:2],
         *(k.stride()[:3] if paged else (0, *k.stride()[:2])),
         *(v.stride()[:3] if paged else (0, *v.stride()[:2])),
+        *scale_strides(k_scale, v_scale),
         block_table.stride(0) if block_table is not None else 0,
         alibi_stride(alibi_slopes),
         softmax_scale,
@@ -365,6 +389,8 @@ def flash_attn_varlen(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -374,7 +400,9 @@ def flash_attn_varlen(
     head_dim] with cu_seqlens_k, or pages [num_pages, page_size, kv_heads, head_dim] with
     block_table [num_seqs, max_pages] and seqused_k [num_seqs]. fp16, bf16 or fp32, any strides with
     the last dimension contiguous; heads a multiple of kv_heads. cu_seqlens_q, cu_seqlens_k:
-    [num_seqs + 1], int32 or int64. seqused_k without pages: keys used of each.
+    [num_seqs + 1], int32 or int64. seqused_k without pages: keys used of each. Pages may hold int8
+    or float8_e4m3fn codes: k_scale and v_scale are then f32 [num_pages, page_size, kv_heads], any
+    strides.
 
     max_seqlen_q: at least the longest query length (the number of tokens by default); rows beyond
     it are not computed. softmax_scale: 1 / sqrt(head_dim) by default. window: (left, right) keys
@@ -409,7 +437,7 @@ def flash_attn_varlen(
         softcap,
         alibi_slopes,
         sinks,
-        None,
-        None,
+        k_scale,
+        v_scale,
     )
     return out if lse is None else (out, lse)

@@ -224,7 +224,7 @@ def can_run(
     softmax_scale: float,
 ) -> bool:
     """Whether the kernel takes this call: what TMA cannot address is left to the portable one."""
-    if not target.runs_hopper_kernels or q.dtype not in GLUON_DTYPES:
+    if not target.runs_hopper_kernels or q.dtype not in GLUON_DTYPES or k.dtype != q.dtype:
         return False
     head_dim = q.shape[-1]
     if k.shape[0] == 0 or num_seqs > _MOST_SEQS:

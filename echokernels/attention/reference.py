@@ -32,8 +32,8 @@ def flash_attn_varlen(
     softcap: float,
     alibi_slopes: torch.Tensor | None,
     sinks: torch.Tensor | None,
-    k_scale: torch.Tensor | None,  # noqa: ARG001
-    v_scale: torch.Tensor | None,  # noqa: ARG001
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
 ) -> None:
     bounds = cu_seqlens_q.tolist()
     k_starts = None if cu_seqlens_k is None else cu_seqlens_k.tolist()
@@ -45,7 +45,8 @@ def flash_attn_varlen(
 
     def keys_of(seq: int) -> list[torch.Tensor]:
         if block_table is not None:
-            return [_gather(pages, block_table[seq], k_lens[seq]) for pages in (k, v)]
+            pages = (k, k_scale), (v, v_scale)
+            return [_gather(*each, block_table[seq], k_lens[seq]) for each in pages]
         assert k_starts is not None
         return [x.narrow(0, k_starts[seq], k_lens[seq]) for x in (k, v)]
 
@@ -70,8 +71,8 @@ def paged_attention(
     softcap: float,
     alibi_slopes: torch.Tensor | None,
     sinks: torch.Tensor | None,
-    k_scale: torch.Tensor | None,  # noqa: ARG001
-    v_scale: torch.Tensor | None,  # noqa: ARG001
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
     num_splits: int,  # noqa: ARG001
     kv_split_size: int,  # noqa: ARG001
     workspace: torch.Tensor | None,  # noqa: ARG001
@@ -80,7 +81,8 @@ def paged_attention(
     bounds = range(len(k_lens) + 1) if cu_seqlens_q is None else cu_seqlens_q.tolist()
 
     def keys_of(seq: int) -> list[torch.Tensor]:
-        return [_gather(cache, block_table[seq], k_lens[seq]) for cache in (k_cache, v_cache)]
+        pages = (k_cache, k_scale), (v_cache, v_scale)
+        return [_gather(*each, block_table[seq], k_lens[seq]) for each in pages]
 
     window = (window_left, 0 if causal else window_right)
     _attend_each(out, lse, q, bounds, keys_of, window, softmax_scale, softcap, alibi_slopes, sinks)
@@ -226,10 +228,16 @@ def _write_if_paged(
         reshape_and_cache(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
 
 
-def _gather(pages: torch.Tensor, table: torch.Tensor, num_keys: int) -> torch.Tensor:
-    """[num_keys, kv_heads, head_dim] of one sequence from [num_pages, page_size, ...]."""
+def _gather(
+    pages: torch.Tensor, scale: torch.Tensor | None, table: torch.Tensor, num_keys: int
+) -> torch.Tensor:
+    """[num_keys, kv_heads, head_dim] of one sequence from [num_pages, page_size, ...]; of codes,
+    what they stand for in fp32."""
     used = table[: -(-num_keys // pages.shape[1])]
-    return pages.index_select(0, used).flatten(0, 1)[:num_keys]
+    rows = pages.index_select(0, used).flatten(0, 1)[:num_keys]
+    if scale is None:
+        return rows
+    return rows.float() * _gather(scale, None, table, num_keys)[..., None]
 
 
 def _attend_each(
