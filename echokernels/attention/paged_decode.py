@@ -192,7 +192,9 @@ def _paged_attention_kernel(
         )  # fmt: skip
 
 
-def _config(head_dim: int, itemsize: int, rows: int, target: Target) -> TileConfig:
+def _config(
+    head_dim: int, itemsize: int, rows: int, target: Target, has_codes: bool = False
+) -> TileConfig:
     """block_m rows by block_n keys. A sequence has up to `rows` of (query token, group's head)."""
     wide = head_dim > 128
     if itemsize == 4:
@@ -203,7 +205,8 @@ def _config(head_dim: int, itemsize: int, rows: int, target: Target) -> TileConf
     block_n = 32 if wide else 64
     # On an H200 two warps a program read 64 x 8k at 4.43 TB/s, four at 4.24, eight at 3.30: fewer
     # warps mean more programs, and so more independent loads, on an SM.
-    num_warps = 2 if block_m == 16 and not wide else 4
+    # Codes are converted in registers, of which two warps have too few.
+    num_warps = 2 if block_m == 16 and not wide and not has_codes else 4
     if block_m == 64 and head_dim > 64 and target.arch != 90:
         # Without WGMMA the operands pass through registers.
         num_warps = 8
@@ -219,12 +222,17 @@ def decode_config(
     max_seqlen_q: int,
     is_invariant: bool,
     target: Target,
+    has_codes: bool = False,
 ) -> tuple[TileConfig, int]:
     """(tile of the portable kernel, tiles of rows that a sequence has at most). is_invariant: the
     tile must not follow the longest query of the batch."""
     rows = (MAX_QUERIES if is_invariant else max_seqlen_q) * group
-    key = (head_dim, dtype.itemsize, min(triton.next_power_of_2(rows), 64), target.name)
-    config = select("paged_attention", key, lambda: _config(head_dim, dtype.itemsize, rows, target))
+    key = (head_dim, dtype.itemsize, min(triton.next_power_of_2(rows), 64), target.name, has_codes)
+    config = select(
+        "paged_attention",
+        key,
+        lambda: _config(head_dim, dtype.itemsize, rows, target, has_codes),
+    )
     return config, triton.cdiv(max_seqlen_q * group, config.block_m)
 
 
@@ -365,7 +373,9 @@ def _launch(
     page_size, kv_heads = k_cache.shape[1:3]
     group = heads // kv_heads
     is_invariant = kv_split_size > 0 and cu_seqlens_q is not None
-    config, num_tiles = decode_config(head_dim, q.dtype, group, max_seqlen_q, is_invariant, target)
+    config, num_tiles = decode_config(
+        head_dim, q.dtype, group, max_seqlen_q, is_invariant, target, k_scale is not None
+    )
     if num_splits == 0 and kv_split_size == 0 and num_seqs <= MOST_SEQS:
         _launch_shares(
             config, target, out, lse, q, k_cache, v_cache, block_table, seqused_k, cu_seqlens_q,
@@ -590,8 +600,8 @@ def paged_attention(
     entries past a sequence's last page are not read. seqused_k: [num_seqs] keys of each sequence,
     its own queries included. Indices are int32 or int64; the others fp16, bf16 or fp32; head_dim a
     multiple of 8 up to 256; heads a multiple of kv_heads. The caches may hold int8 or float8_e4m3fn
-    codes: k_scale and v_scale are then f32 [num_pages, page_size, kv_heads], any strides. window, softcap, alibi_slopes, sinks: as
-    in `flash_attn_varlen`.
+    codes: k_scale and v_scale are then f32 [num_pages, page_size, kv_heads], any strides. window,
+    softcap, alibi_slopes, sinks: as in `flash_attn_varlen`.
 
     num_splits: 0 chooses, 1 does not split, n splits every sequence n ways. kv_split_size > 0 makes
     the result of a sequence independent of its batch, bit for bit: its chunks are

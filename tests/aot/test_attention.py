@@ -6,6 +6,7 @@ import pytest
 import torch
 import triton
 
+from echokernels._target import KNOWN_TARGETS
 from echokernels.attention import prefill_hopper
 from echokernels.attention._path import forced_path
 from tests.aot.harness import (
@@ -29,7 +30,7 @@ def index(*shape):
 def features(heads, *, window=-1, softcap=0.0, biased=False):
     slopes = meta(heads, dtype=torch.float32) if biased else None
     sinks = meta(heads, dtype=torch.bfloat16) if biased else None
-    return 0.125, True, window, -1, softcap, slopes, sinks, None, None
+    return 0.125, True, window, -1, softcap, slopes, sinks
 
 
 def assert_in_registers(kernels, target, parked=0):
@@ -54,27 +55,31 @@ def assert_attends_in_registers(kernels, target):
             assert not spills, f"{kernel.name} spills while it attends"
 
 
-def prefill_args(head_dim, dtype, tokens, *, page_size=0, group=4, **options):
+def prefill_args(head_dim, dtype, tokens, *, page_size=0, group=4, codes=None, **options):
     q = meta(tokens, 2 * group, head_dim, dtype=dtype)
     if page_size:
-        k = meta(64, page_size, 2, head_dim, dtype=dtype)
+        k = meta(64, page_size, 2, head_dim, dtype=codes or dtype)
         keys = (k, k, index(3), None, index(2), index(2, 9))
     else:
         k = meta(tokens, 2, head_dim, dtype=dtype)
         keys = (k, k, index(3), index(3), None, None)
     lse = meta(2 * group, tokens, dtype=torch.float32)
-    return (q, lse, q, *keys, tokens, 4096, *features(2 * group, **options))
+    scale = meta(64, page_size, 2, dtype=torch.float32) if codes else None
+    return (q, lse, q, *keys, tokens, 4096, *features(2 * group, **options), scale, scale)
 
 
-def decode_args(head_dim, dtype, *, queries=1, num_splits=0, group=4, page_size=16, **options):
+def decode_args(
+    head_dim, dtype, *, queries=1, num_splits=0, group=4, page_size=16, codes=None, **options
+):
     tokens = 3 * queries
     q = meta(tokens, 2 * group, head_dim, dtype=dtype)
-    k = meta(64, page_size, 2, head_dim, dtype=dtype)
+    k = meta(64, page_size, 2, head_dim, dtype=codes or dtype)
+    scale = meta(64, page_size, 2, dtype=torch.float32) if codes else None
     lse = meta(2 * group, tokens, dtype=torch.float32)
     boundaries = index(4) if queries > 1 else None
     return (
         q, lse, q, k, k, index(3, 512), index(3), boundaries, queries,
-        *features(2 * group, **options),
+        *features(2 * group, **options), scale, scale,
         num_splits, 0, None,
     )  # fmt: skip
 
@@ -225,6 +230,24 @@ def test_paged_attention_variants(target, head_dim, variant):
     assert_attends_in_registers(compile_portable(target, *args, op="paged_attention"), target)
 
 
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("codes", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
+def test_attention_from_codes(target, head_dim, codes):
+    if codes != torch.int8 and not KNOWN_TARGETS[target].casts_to_fp8:
+        pytest.skip("the target has no FP8")
+    decode = decode_args(head_dim, torch.bfloat16, codes=codes)
+    split = decode_args(head_dim, torch.bfloat16, codes=codes, num_splits=3, window=100)
+    prefill = prefill_args(head_dim, torch.bfloat16, 4096, codes=codes, page_size=16)
+    assert_attends_in_registers(compile_portable(target, *decode, op="paged_attention"), target)
+    assert_attends_in_registers(compile_portable(target, *split, op="paged_attention"), target)
+    assert_attends_in_registers(compile_portable(target, *prefill), target)
+    # Those for Hopper leave codes alone.
+    for op, args in (("paged_attention", decode), ("flash_attn_varlen", prefill)):
+        if target == "sm_90":
+            assert "hopper" not in compile_op(op, target, *args)[0].name
+
+
 @pytest.mark.parametrize(
     ("head_dim", "columns", "variant"),
     [
@@ -259,7 +282,7 @@ def test_decode_hopper_of_many_sequences(queries, options):
     boundaries = index(41) if queries > 1 else None
     args = (
         q, None, q, k, k, index(40, 512), index(40), boundaries, queries,
-        *features(32, **options), 0, 0, None,
+        *features(32, **options), None, None, 0, 0, None,
     )  # fmt: skip
     (kernel,) = compile_op("paged_attention", "sm_90", *args)
     # Two programs fit an SM.

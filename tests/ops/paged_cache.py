@@ -67,6 +67,42 @@ def make_cache(
     )
 
 
+LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+
+
+def quantised(
+    cache: PagedCache, dtype: torch.dtype, gen: torch.Generator
+) -> tuple[PagedCache, dict[str, torch.Tensor]]:
+    """The cache in codes, and its scales by the names of the ops' arguments. Tokens differ in
+    magnitude; what belongs to nobody has codes and NaN as its scale. `keys` and `values` are what
+    codes and scales stand for, in float64. Scales are head-major or token-major, with gaps."""
+    caches, scales, rows = [], {}, []
+    for name, x in (("k_scale", cache.k_cache), ("v_scale", cache.v_cache)):
+        num_pages, page_size, kv_heads = x.shape[:3]
+        wide = poisoned(
+            num_pages, kv_heads + 1, page_size + 3, dtype=torch.float32, device=x.device
+        )
+        if torch.rand((), generator=gen) < 0.5:
+            wide = wide.transpose(1, 2).contiguous().transpose(1, 2)
+        scale = wide[:, :kv_heads, :page_size].transpose(1, 2)
+        exact = x.cpu().double()
+        if name == "v_scale":
+            exact = exact * 10 ** (4 * torch.rand(x.shape[:3], generator=gen) - 3)[..., None]
+        scale.copy_((exact.abs().amax(-1) / LIMITS[dtype]).clamp_min(1e-12))
+        codes = (exact / scale.cpu().double()[..., None]).nan_to_num(nan=100.0).float()
+        codes = (codes.round() if dtype == torch.int8 else codes).to(dtype)
+        caches.append(torch.empty_like(x, dtype=dtype).copy_(codes))
+        scales[name] = scale
+        pages = codes.double() * scale.cpu().double()[..., None]
+        rows.append(
+            [
+                pages[table.cpu().long()].flatten(0, 1)[:length]
+                for table, length in zip(cache.block_table, cache.seqused_k.tolist(), strict=True)
+            ]
+        )
+    return PagedCache(*caches, cache.block_table, cache.seqused_k, *rows), scales
+
+
 def empty_cache(
     shape: tuple[int, int, int, int],  # num_pages, page_size, kv_heads, head_dim
     head_major: bool,

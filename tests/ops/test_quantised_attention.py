@@ -1,0 +1,212 @@
+"""Attention from caches of codes against the float64 oracle, over what the codes stand for."""
+
+import math
+from contextlib import nullcontext
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echokernels import flash_attn_varlen, paged_attention
+from echokernels._target import INTERPRETED, KNOWN_TARGETS, assume
+from echokernels.attention import paged_decode, prefill
+from echokernels.attention._path import forced_path
+from tests.ops.attention_oracle import Features, attend_ragged, biases, check
+from tests.ops.paged_cache import make_cache, quantised
+from tests.strategies import dtypes, generator, poisoned, randn, seeds
+from tests.tolerances import UNIT_ROUNDOFF
+
+CODES = [torch.int8, torch.float8_e4m3fn]
+codes = st.sampled_from(CODES)
+features = st.builds(
+    Features,
+    causal=st.booleans(),
+    window=st.sampled_from([(-1, -1), (-1, -1), (9, -1), (100, 3)]),
+    softcap=st.sampled_from([0.0, 0.0, 2.0]),
+    alibi=st.sampled_from(["", "", "heads"]),
+    sinks=st.booleans(),
+)
+
+
+@pytest.fixture(
+    params=["auto", pytest.param("portable", marks=pytest.mark.gpu)], scope="module", autouse=True
+)
+def path(request):
+    """On a GPU the portable kernels are tested with calls that would take the others as well."""
+    with nullcontext() if request.param == "auto" else forced_path(request.param):
+        yield request.param
+
+
+def make_case(k_lens, heads, head_dim, page_size, dtype, code, device, gen, q_lens=None, **options):
+    """(q, cache of codes, scales)"""
+    heads, kv_heads = heads
+    q_lens = [1] * len(k_lens) if q_lens is None else q_lens
+    q = randn(sum(q_lens), heads, head_dim, dtype=dtype, device=device, gen=gen)
+    cache = make_cache(
+        k_lens, page_size=page_size, kv_heads=kv_heads, head_dim=head_dim, dtype=torch.float32,
+        device=device, gen=gen, **options,
+    )  # fmt: skip
+    return q, *quantised(cache, code, gen)
+
+
+@given(
+    k_lens=st.lists(st.sampled_from([0, 1, 5, 64, 129, 300]), min_size=1, max_size=4),
+    heads=st.sampled_from([(2, 2), (8, 2), (5, 1), (20, 1)]),
+    head_dim=st.sampled_from([8, 64, 80, 128, 256]),
+    page_size=st.sampled_from([1, 7, 16, 48]),
+    dtype=dtypes,
+    code=codes,
+    head_major=st.booleans(),
+    features=features,
+    split=st.sampled_from([{}, {"num_splits": 1}, {"num_splits": 3}, {"kv_split_size": 64}]),
+    seed=seeds,
+)
+def test_decode(
+    device, k_lens, heads, head_dim, page_size, dtype, code, head_major, features, split, seed
+):
+    gen = generator(seed)
+    q, cache, scales = make_case(
+        k_lens, heads, head_dim, page_size, dtype, code, device, gen, head_major=head_major
+    )
+    extra = biases(features, len(k_lens), heads[0], dtype, device, gen)
+    out, lse = paged_attention(
+        q, cache.k_cache, cache.v_cache, cache.block_table, cache.seqused_k,
+        causal=features.causal, window=features.window, softcap=features.softcap,
+        out=poisoned(*q.shape, dtype=dtype, device=device), return_lse=True,
+        **scales, **split, **extra,
+    )  # fmt: skip
+    want = attend_ragged(
+        q, cache.keys, cache.values, [1] * len(k_lens), head_dim**-0.5, features, **extra
+    )
+    check(out, lse, *want, cache.values)
+
+
+@given(
+    lengths=st.lists(
+        st.sampled_from([(0, 9), (1, 1), (2, 130), (5, 5), (40, 40), (70, 200)]),
+        min_size=1,
+        max_size=3,
+    ),
+    heads=st.sampled_from([(2, 2), (8, 2), (5, 1)]),
+    head_dim=st.sampled_from([16, 64, 96, 128]),
+    page_size=st.sampled_from([1, 16, 48]),
+    dtype=dtypes,
+    code=codes,
+    features=features,
+    seed=seeds,
+)
+def test_prefill_from_pages(
+    device, lengths, heads, head_dim, page_size, dtype, code, features, seed
+):
+    gen = generator(seed)
+    q_lens, k_lens = [q for q, _ in lengths], [k for _, k in lengths]
+    q, cache, scales = make_case(
+        k_lens, heads, head_dim, page_size, dtype, code, device, gen, q_lens
+    )
+    boundaries = torch.tensor([0, *torch.tensor(q_lens).cumsum(0).tolist()], device=device)
+    extra = biases(features, len(k_lens), heads[0], dtype, device, gen)
+    out, lse = flash_attn_varlen(
+        q, cache.k_cache, cache.v_cache, boundaries, seqused_k=cache.seqused_k,
+        block_table=cache.block_table, max_seqlen_q=max(q_lens), causal=features.causal,
+        window=features.window, softcap=features.softcap,
+        out=poisoned(*q.shape, dtype=dtype, device=device), return_lse=True, **scales, **extra,
+    )  # fmt: skip
+    want = attend_ragged(q, cache.keys, cache.values, q_lens, head_dim**-0.5, features, **extra)
+    check(out, lse, *want, cache.values)
+
+
+@pytest.mark.parametrize("nats", [0.0, 10.0, 20.0])
+@pytest.mark.parametrize("magnitude", [1e-4, 1.0, 1e3])
+@pytest.mark.parametrize("num_splits", [0, 1])
+def test_weights_do_not_underflow(device, nats, magnitude, num_splits):
+    """One key without a value takes nearly all of the softmax; what is left is not lost."""
+    k_len, head_dim = 131_072 if device.type == "cuda" else 2048, 64
+    gen = generator(0)
+    dtype = torch.float16 if INTERPRETED else torch.bfloat16
+    q = torch.ones(1, 1, head_dim, dtype=dtype, device=device)
+    keys, values = torch.zeros(2, k_len, 1, head_dim, dtype=torch.float64)
+    keys[7] = nats / 8
+    values.copy_(magnitude * (0.5 + torch.rand(values.shape, generator=gen)))
+    values[7] = 0
+    rows = []
+    for x in (keys, values):
+        scale = (x.abs().amax(-1) / 127).clamp_min(1e-12).float()
+        rows.append(((x / scale[..., None]).round().to(torch.int8), scale))
+    caches = [x.view(-1, 16, 1, head_dim).to(device) for x, _ in rows]
+    scales = [scale.view(-1, 16, 1).to(device) for _, scale in rows]
+    table = torch.arange(k_len // 16, dtype=torch.int32, device=device)[None]
+    out = paged_attention(
+        q, *caches, table, torch.tensor([k_len], device=device), k_scale=scales[0],
+        v_scale=scales[1], num_splits=num_splits,
+    )  # fmt: skip
+    exact_keys, exact_values = (x.double() * scale.double()[..., None] for x, scale in rows)
+    weights = torch.softmax(exact_keys[:, 0].sum(-1) * head_dim**-0.5, 0)
+    want = weights @ exact_values[:, 0]
+    floor = torch.finfo(dtype).smallest_normal
+    error = (out[0, 0].cpu().double() - want).abs() / want.clamp_min(floor)
+    assert error.max() <= 2 * UNIT_ROUNDOFF[dtype]
+
+
+def test_a_token_with_a_nan_scale_hides_nothing(device):
+    """A row that held NaN when it was written: whoever sees it knows."""
+    gen = generator(0)
+    q, cache, scales = make_case([40, 40], (4, 2), 64, 16, torch.float32, torch.int8, device, gen)
+    page = int(cache.block_table[1, 0])
+    scales["v_scale"][page, 3, 1] = math.nan
+    out = paged_attention(
+        q, cache.k_cache, cache.v_cache, cache.block_table, cache.seqused_k, **scales
+    )
+    assert out[0].isfinite().all()
+    assert out[1, :2].isfinite().all()
+    assert out[1, 2:].isnan().all()
+
+
+def errors(case):
+    q, cache, scales = case
+    k, k_scale = cache.k_cache, scales["k_scale"]
+    yield ValueError, "k_scale is None, must be a tensor", {"k_scale": None}
+    yield ValueError, "v_scale is None, must be a tensor", {"v_scale": None}
+    yield ValueError, r"k_scale.shape is .* must be \(", {"k_scale": k_scale[..., :1]}
+    yield TypeError, "v_scale.dtype is float64", {"v_scale": k_scale.double()}
+    yield TypeError, "v_cache.dtype is float32, must be int8", {"v_cache": k.float()}
+    floats = {"k_cache": k.to(q.dtype), "v_cache": k.to(q.dtype)}
+    yield ValueError, "k_scale is given, must be None: k_cache.dtype is torch.float32", floats
+
+
+@pytest.mark.parametrize("index", range(6))
+def test_scales_that_do_not_fit_are_refused(device, index):
+    case = make_case([40], (4, 2), 64, 16, torch.float32, torch.int8, device, generator(0))
+    q, cache, scales = case
+    kind, message, wrong = [*errors(case)][index]
+    given = {"k_cache": cache.k_cache, "v_cache": cache.v_cache, **scales} | wrong
+    with pytest.raises(kind, match=message):
+        paged_attention(q, block_table=cache.block_table, seqused_k=cache.seqused_k, **given)
+
+
+def test_codes_are_only_taken_from_pages(device):
+    q = torch.zeros(3, 2, 64, device=device)
+    k = torch.zeros(3, 2, 64, dtype=torch.int8, device=device)
+    boundaries = torch.tensor([0, 3], device=device)
+    with pytest.raises(TypeError, match=r"k.dtype is int8, must be float32"):
+        flash_attn_varlen(q, k, k, boundaries, boundaries)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter has FP8")
+@pytest.mark.parametrize("op", [paged_decode._launch, prefill._launch])
+def test_fp8_needs_a_gpu_that_has_it(op):
+    meta = {"device": "meta"}
+    q = torch.empty(1, 2, 64, dtype=torch.bfloat16, **meta)
+    cache = torch.empty(2, 16, 2, 64, dtype=torch.float8_e4m3fn, **meta)
+    index = torch.empty(2, dtype=torch.int32, **meta)
+    table, scale = torch.empty(1, 1, dtype=torch.int32, **meta), torch.empty(2, 16, 2, **meta)
+    rest = (1.0, True, -1, -1, 0.0, None, None, scale, scale)
+    if op is paged_decode._launch:
+        args = (q, None, q, cache, cache, table, index[:1], None, 1, *rest, 0, 0, None)
+    else:
+        args = (q, None, q, cache, cache, index, None, index[:1], table, 1, 1, *rest)
+    with (
+        assume(KNOWN_TARGETS["sm_80"]),
+        pytest.raises(ValueError, match=r"float8_e4m3fn, must be int8 on sm_80"),
+    ):
+        op(*args)
