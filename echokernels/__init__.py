@@ -20,6 +20,7 @@ from echokernels.attention.split_plan import split_plan
 from echokernels.attention.workspace import attention_workspace_size
 from echokernels.norm.rms_norm import fused_add_rms_norm, rms_norm
 from echokernels.norm.rms_norm_quant import rms_norm_quant
+from echokernels.quant.int8_kv import dequantize_int8, quantize_int8
 from echokernels.sampling.sample import sample
 
 __version__ = "0.1.0"
@@ -27,6 +28,7 @@ __version__ = "0.1.0"
 __all__ = [
     "WarmupStep",
     "attention_workspace_size",
+    "dequantize_int8",
     "flash_attn_varlen",
     "fused_add_rms_norm",
     "fused_gate_up",
@@ -37,6 +39,7 @@ __all__ = [
     "merge_attn_states",
     "no_jit",
     "paged_attention",
+    "quantize_int8",
     "reshape_and_cache",
     "rms_norm",
     "rms_norm_quant",

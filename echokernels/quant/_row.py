@@ -19,6 +19,8 @@ LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 MIN_SCALE = 1e-12
 
 _MIN_SCALE = tl.constexpr(MIN_SCALE)
+_INT8_LIMIT = tl.constexpr(LIMITS[torch.int8])
+_FP8_LIMIT = tl.constexpr(LIMITS[torch.float8_e4m3fn])
 _ROUND_FIRST = tl.constexpr(INTERPRETED)
 
 
@@ -30,9 +32,15 @@ def magnitude(y):
 
 
 @triton.jit
-def largest(bits):
-    """The largest in each row of the magnitudes `bits`, fp32 again."""
-    return tl.max(bits, axis=-1).to(tl.float32, bitcast=True)
+def largest(bits, AXIS: tl.constexpr = -1):
+    """The largest in each row of the magnitudes `bits`, fp32 again. Rows lie along AXIS."""
+    return tl.max(bits, axis=AXIS).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def row_scale_of(absmax, DTYPE: tl.constexpr):
+    """The scale of rows whose codes are DTYPE."""
+    return row_scale(absmax, _INT8_LIMIT if DTYPE.is_int() else _FP8_LIMIT)
 
 
 @triton.jit
@@ -85,11 +93,11 @@ def check_codes(out: torch.Tensor, scale: torch.Tensor, *shape: int) -> None:
     check_dtype("scale", scale, (torch.float32,))
 
 
-def check_can_encode(out: torch.Tensor) -> None:
+def check_can_encode(out: torch.Tensor, name: str = "out") -> None:
     """Raises ValueError when the GPU that `out` is on has no cast to its dtype."""
     target = target_of(out.device)
     if out.dtype == torch.float8_e4m3fn and not target.casts_to_fp8:
         raise ValueError(
-            f"out.dtype is float8_e4m3fn, must be int8 on {target.name}: "
+            f"{name}.dtype is float8_e4m3fn, must be int8 on {target.name}: "
             "FP8 needs compute capability 8.9 or later"
         )

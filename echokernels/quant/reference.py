@@ -1,14 +1,24 @@
-"""Plain PyTorch form of the quantisation of rows: its definition and the CPU implementation."""
+"""Plain PyTorch forms of the quantisation of rows: their definition and the CPU implementation."""
 
 import torch
 
+from echokernels._reference import accumulable
 from echokernels.quant._row import LIMITS, MIN_SCALE
+
+
+def quantize_int8(q: torch.Tensor, scale: torch.Tensor, x: torch.Tensor) -> None:
+    quantise_rows(q, scale, accumulable(x))
+
+
+def dequantize_int8(out: torch.Tensor, q: torch.Tensor, scale: torch.Tensor) -> None:
+    out.copy_(q * scale[..., None])
 
 
 def quantise_rows(out: torch.Tensor, scale: torch.Tensor, y: torch.Tensor) -> None:
     """`out` and `scale` become the codes and the scales of the rows of `y`, float32 or float64."""
     limit = LIMITS[out.dtype]
-    absmax = y.abs().amax(-1)
+    # A row of no columns is one of zeros.
+    absmax = y.abs().amax(-1) if y.shape[-1] else y.new_zeros(y.shape[:-1])
     row_scale = (absmax / limit).clamp_min(MIN_SCALE)
     finite = absmax.isfinite()
     scale.copy_(row_scale.where(finite, torch.nan))

@@ -174,5 +174,23 @@ def _inspect(kernel: Any, tool: str, option: str) -> str:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
+CODES = [
+    (code, target)
+    for code in (torch.int8, torch.float8_e4m3fn)
+    for target in TARGETS
+    if code == torch.int8 or target != "sm_80"
+]
+"""Dtypes of codes, each with the targets that have a cast to it."""
+
+
+def meta_pages(
+    kv_heads: int, head_dim: int, dtype: torch.dtype, num_pages: int = 64
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A cache, and its scales if `dtype` is one of codes."""
+    cache = meta(num_pages, 16, kv_heads, head_dim, dtype=dtype)
+    is_codes = dtype in (torch.int8, torch.float8_e4m3fn)
+    return cache, meta(num_pages, 16, kv_heads, dtype=torch.float32) if is_codes else None
+
+
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")

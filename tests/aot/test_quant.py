@@ -3,14 +3,7 @@
 import pytest
 import torch
 
-from tests.aot.harness import TARGETS, compile_op, local_memory, meta
-
-CODES = [
-    (code, target)
-    for code in (torch.int8, torch.float8_e4m3fn)
-    for target in TARGETS
-    if code == torch.int8 or target != "sm_80"
-]
+from tests.aot.harness import CODES, TARGETS, compile_op, global_accesses, local_memory, meta
 
 
 def codes_and_scale(tokens, width, code):
@@ -49,3 +42,28 @@ def test_fp8_is_refused_where_there_is_no_cast(op):
     inputs = (x, None, meta(64), 1e-6) if op == "rms_norm_quant" else (meta(5, 128),)
     with pytest.raises(ValueError, match=r"out\.dtype is float8_e4m3fn, must be int8 on sm_80"):
         compile_op(op, "sm_80", *outputs, *inputs)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("width", [7, 128, 20_480])  # not a vector, several rows, looped
+def test_int8_kv(target, dtype, width):
+    x, q = meta(5, 8, width, dtype=dtype), meta(5, 8, width, dtype=torch.int8)
+    scale = meta(8, 5, dtype=torch.float32).T
+    compile_op("quantize_int8", target, q, scale, x)
+    compile_op("dequantize_int8", target, x, q, scale)
+
+
+@pytest.mark.parametrize("rows", [5, 1_000_000])  # without and with hints for the L2
+def test_int8_kv_heads_are_vectors_in_registers(rows):
+    x, q, scale = (
+        meta(rows, 128),
+        meta(rows, 128, dtype=torch.int8),
+        meta(rows, dtype=torch.float32),
+    )
+    (quantize,) = compile_op("quantize_int8", "sm_90", q, scale, x)
+    (dequantize,) = compile_op("dequantize_int8", "sm_90", x, q, scale)
+    assert {*global_accesses(quantize, wide=True)} == {"ld", "st"}
+    assert global_accesses(quantize, wide=False) == ["st"]  # scales
+    assert {*global_accesses(dequantize, wide=True)} == {"ld", "st"}
+    assert local_memory(quantize) == local_memory(dequantize) == 0

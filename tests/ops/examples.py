@@ -61,6 +61,15 @@ def examples(device: torch.device, tokens: int = 5) -> dict[str, tuple[Any, ...]
             torch.zeros(tokens, 40, dtype=torch.int8, device=device), new(tokens, 2)[:, 0],
             new(tokens, 96)[:, :80],
         ),
+        "quantize_int8": (
+            torch.zeros(tokens, 2, 32, dtype=torch.int8, device=device)[..., :24],
+            new(2, tokens).T, new(tokens, 80).view(tokens, 2, 40)[..., 8:32],
+        ),
+        "dequantize_int8": (
+            torch.zeros(tokens, 2, 24, device=device),
+            index(*range(-40, 40)).char().repeat(tokens).view(tokens, 2, 40)[..., 8:32],
+            new(2, tokens).T,
+        ),
         "rotary_embedding": (
             steps(0, 3) % 16, q, k, 32, echokernels.rope_table(16, 8, device=device), True,
         ),

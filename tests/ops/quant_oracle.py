@@ -2,11 +2,14 @@
 
 import torch
 
-from tests.strategies import poisoned
+from echokernels._target import INTERPRETED
+from tests.strategies import poisoned, randn
 from tests.tolerances import tolerance
 
 LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 CODE_DTYPES = tuple(LIMITS)
+# The interpreter's fma rounds the product too, which may cost the quotient its last bit.
+_ULP = 2.0**-23 if INTERPRETED else 0.0
 
 
 def strided_codes(
@@ -61,3 +64,47 @@ def round_to(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     exponent = values.abs().clamp_min(2.0**-6).log2().floor()
     quantum = torch.exp2(exponent - 3)
     return (values / quantum).round() * quantum
+
+
+def assert_exact_codes(codes: torch.Tensor, scale: torch.Tensor, x: torch.Tensor) -> None:
+    """`codes` and `scale` are those of `x`, rows that the op knows to the bit.
+
+    Scale and quotient are fp32, each rounded once: float64 is wide enough not to round them twice.
+    """
+    assert codes.shape == x.shape
+    x = x.cpu().double()
+    absmax = x.abs().amax(-1) if x.shape[-1] else x.new_zeros(x.shape[:-1])
+    want_scale = (absmax / LIMITS[codes.dtype]).clamp_min(1e-12).float().double()
+    finite = absmax.isfinite()
+    assert_same_values(scale, want_scale.where(finite, torch.nan))
+    quotient = (x / want_scale[..., None]).float().double().where(finite[..., None], 0.0)
+    low, high = (round_to(quotient * by, codes.dtype) for by in (1 - _ULP, 1 + _ULP))
+    have = codes.cpu().double()
+    wrong = (have < low.minimum(high)) | (have > low.maximum(high))
+    assert not wrong.any(), f"{int(wrong.sum())} codes are off: {have[wrong][:4]}"
+
+
+def assert_same_values(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal numbers in whatever dtypes, and NaN in the same places."""
+    assert torch.equal(*(t.cpu().double().nan_to_num(nan=7e77) for t in (actual, expected)))
+
+
+def uneven_rows(
+    *shape: int, dtype: torch.dtype, device: torch.device, gen: torch.Generator
+) -> torch.Tensor:
+    """Rows of all kinds, drawn one by one: normal, zero, one value, subnormal, up to the largest of
+    the dtype, with NaN, with infinity, with an outlier."""
+    rows = randn(*shape, dtype=torch.float64, device=torch.device("cpu"), gen=gen)
+    if rows.numel() == 0:
+        return rows.to(dtype).to(device)
+    info = torch.finfo(dtype)
+    kind = torch.randint(9, shape[:-1], generator=gen)
+    rows[kind == 1] = 0.0
+    rows[kind == 2] = 5.0
+    rows[kind == 3] *= info.smallest_normal / 16
+    rows[kind == 4] *= info.max / rows[kind == 4].abs().amax(-1, keepdim=True)
+    column = torch.randint(shape[-1], shape[:-1], generator=gen)[..., None]
+    for number, value in ((5, torch.nan), (6, torch.inf), (7, -torch.inf), (8, 1000.0)):
+        spoilt = rows.scatter(-1, column, value)
+        rows = torch.where((kind == number)[..., None], spoilt, rows)
+    return rows.clamp(-info.max, info.max).where(rows.isfinite(), rows).to(dtype).to(device)
