@@ -122,19 +122,23 @@ def check_page_write(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
     source: tuple[str, torch.Tensor],
     rows: tuple[int, int, int, int],
 ) -> None:
-    """What receives `rows`, (tokens, kv_heads, head_dim, v_head_dim), of a named tensor."""
+    """What receives `rows`, (tokens, kv_heads, head_dim, v_head_dim), of a named tensor: in its
+    dtype, or as codes with scales."""
     name, tensor = source
     tokens, kv_heads, head_dim, v_head_dim = rows
     check_shape("k_cache", k_cache, None, None, kv_heads, head_dim)
     num_pages, page_size = k_cache.shape[:2]
     check_shape("v_cache", v_cache, num_pages, page_size, kv_heads, v_head_dim)
     _check_page_size(k_cache)
-    for cache_name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        check_dtype(cache_name, cache, (tensor.dtype,))
-        check_last_contiguous(cache_name, cache)
+    check_dtype("k_cache", k_cache, (tensor.dtype, *CODES))
+    check_cache_scales(k_cache, v_cache, k_scale, v_scale)
+    check_last_contiguous("k_cache", k_cache)
+    check_last_contiguous("v_cache", v_cache)
     check_lengths("slot_mapping", slot_mapping, tokens)
     check_same_device(name, tensor, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping)
 
@@ -144,6 +148,11 @@ def _check_page_size(k_cache: torch.Tensor) -> None:
         raise ValueError(
             f"k_cache.shape is {tuple(k_cache.shape)}, must have a page size of at least 1"
         )
+
+
+def scale_strides(scale: torch.Tensor | None) -> tuple[int | None, ...]:
+    """Of a page, a slot and a head: None, which kernels compile away, without scales."""
+    return (None, None, None) if scale is None else scale.stride()
 
 
 def check_rotary(positions: torch.Tensor, cos_sin_cache: torch.Tensor, head_dim: int) -> None:

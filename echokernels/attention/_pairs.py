@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from echokernels.attention._rotary import rotate
+from echokernels.quant._row import encode, largest, magnitude, row_scale_of
 
 
 @triton.jit
@@ -77,3 +78,25 @@ def store_pairs(
     head_ptr, token_mask = head_ptr[None, :], token_mask[None, :]
     tl.store(head_ptr + first[:, None], x.to(dtype), mask=first_mask[:, None] & token_mask)
     tl.store(head_ptr + second[:, None], y.to(dtype), mask=second_mask[:, None] & token_mask)
+
+
+@triton.jit
+def store_pair_codes(
+    head_ptr,  # pointers [tokens]: the codes of each
+    scale_ptr,  # f32 pointers [tokens]
+    x,  # whole heads, 0 where there is no column
+    y,
+    pair,
+    token_mask,
+    DTYPE: tl.constexpr,  # what heads are rounded to before they are quantised
+    HALF: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    IS_NEOX: tl.constexpr,
+):
+    """Stores heads quantised, and their scales."""
+    CODE: tl.constexpr = head_ptr.dtype.element_ty
+    x, y = x.to(DTYPE).to(tl.float32), y.to(DTYPE).to(tl.float32)
+    scale = row_scale_of(largest(tl.maximum(magnitude(x), magnitude(y)), 0), CODE)
+    tl.store(scale_ptr, scale, mask=token_mask)
+    x, y = encode(x, scale[None, :], CODE), encode(y, scale[None, :], CODE)
+    store_pairs(head_ptr, x, y, pair, token_mask, HALF, HEAD_DIM, IS_NEOX)

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from echokernels._tuning import TileConfig
+from echokernels.quant._row import encode, largest, magnitude, row_scale_of
 
 
 class Heads(NamedTuple):
@@ -92,6 +93,26 @@ def store_heads(
 
 
 @triton.jit
+def store_codes(
+    token_ptr,  # codes [number, head_dim]
+    stride_head,
+    scale_ptr,  # f32[number]
+    scale_stride_head,
+    part,
+    number,
+    tiles,
+    HEADS: tl.constexpr,
+):
+    """Stores tiles quantised: codes where `store_heads` would store heads, and their scales."""
+    TILES: tl.constexpr = HEADS.tiles
+    for i in tl.static_range(TILES):
+        head = _numbers(part * TILES + i, HEADS)
+        codes, scale = _quantise(tiles[i], token_ptr.dtype.element_ty, HEADS)
+        _store_tile(token_ptr + head * stride_head, head < number, codes, HEADS)
+        tl.store(scale_ptr + head * scale_stride_head, scale, mask=head < number)
+
+
+@triton.jit
 def load_weight(
     weight_ptr,  # [head_dim]
     HEADS: tl.constexpr,
@@ -154,6 +175,18 @@ def _normalise(tile, weight, eps, HEADS: tl.constexpr):
     if HEADS.block_rest > 0:
         rest = rest * inverse_rms * weight_rest.to(tl.float32)
     return x, y, rest
+
+
+@triton.jit
+def _quantise(tile, CODE: tl.constexpr, HEADS: tl.constexpr):
+    """(the tile as codes, the heads' scales [block_h, 1])."""
+    x, y, rest = tile
+    x, y, rest = x.to(tl.float32), y.to(tl.float32), rest.to(tl.float32)
+    absmax = largest(tl.maximum(magnitude(x), magnitude(y)))
+    if HEADS.block_rest > 0:
+        absmax = tl.maximum(absmax, largest(magnitude(rest)), propagate_nan=tl.PropagateNan.ALL)
+    scale = row_scale_of(absmax[:, None], CODE)
+    return (encode(x, scale, CODE), encode(y, scale, CODE), encode(rest, scale, CODE)), scale
 
 
 @triton.jit

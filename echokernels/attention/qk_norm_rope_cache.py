@@ -2,13 +2,15 @@
 
     q' = rope(q / sqrt(mean(q^2) + eps) * q_weight)         each head alone; the norm only if there
     k' = rope(k / sqrt(mean(k^2) + eps) * k_weight)         is a weight
-    k_cache[slot] = k'      v_cache[slot] = v               if there are caches
+    k_cache[slot] = k'      v_cache[slot] = v               if there are caches; codes and scales
+                                                            for caches of codes
 
 The columns of `qkv` are num_heads query heads, then num_kv_heads key heads, then as many value
 heads, each head_dim wide. Query and key heads are replaced, value heads stay. RoPE and its table
 are those of rope.py, slots those of kv_cache.py. Everything between is in fp32: q' and k' are
-rounded once, where rms_norm followed by rotary_embedding rounds twice. `qkv`, `k_cache` and
-`v_cache` are mutated.
+rounded once, where rms_norm followed by rotary_embedding rounds twice. What is quantised is the
+rounded head, so that codes are those of reshape_and_cache. `qkv`, the caches and their scales are
+mutated.
 
 A token whose position lies outside the table is padding: its heads stay as they are, un-normed too.
 """
@@ -36,7 +38,12 @@ from echokernels._library import define_op
 from echokernels._pdl import early_launch, let_next_start, wait_for_previous
 from echokernels._tuning import TileConfig, select
 from echokernels.attention import reference
-from echokernels.attention._arguments import check_page_write, check_rotary, check_slots
+from echokernels.attention._arguments import (
+    check_page_write,
+    check_rotary,
+    check_slots,
+    scale_strides,
+)
 from echokernels.attention._rotary import (
     heads_of,
     load_angles,
@@ -44,8 +51,10 @@ from echokernels.attention._rotary import (
     load_weight,
     normalise_heads,
     rotate_heads,
+    store_codes,
     store_heads,
 )
+from echokernels.quant._row import check_can_encode
 
 
 # positions and slot_mapping may be slices at any offset of larger buffers, so their alignment
@@ -60,6 +69,8 @@ def _fused_qk_norm_rope_cache_kernel(
     k_cache_ptr,  # [num_pages, PAGE_SIZE, K.number, HEAD_DIM], or None
     v_cache_ptr,  # [num_pages, PAGE_SIZE, V.number, HEAD_DIM], or None
     slot_mapping_ptr,  # int[tokens], or None
+    k_scale_ptr,  # f32[num_pages, PAGE_SIZE, K.number], or None: the caches are no codes
+    v_scale_ptr,  # likewise
     max_position,
     num_slots,
     eps,
@@ -71,6 +82,12 @@ def _fused_qk_norm_rope_cache_kernel(
     v_cache_stride_page,
     v_cache_stride_slot,
     v_cache_stride_head,
+    k_scale_stride_page,
+    k_scale_stride_slot,
+    k_scale_stride_head,
+    v_scale_stride_page,
+    v_scale_stride_slot,
+    v_scale_stride_head,
     Q: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -106,7 +123,16 @@ def _fused_qk_norm_rope_cache_kernel(
         if is_stored:
             # Values need not wait for the table.
             v_page_ptr = v_cache_ptr + page * v_cache_stride_page + offset * v_cache_stride_slot
-            store_heads(v_page_ptr, v_cache_stride_head, part, V.number, v, V)
+            if v_scale_ptr is None:
+                store_heads(v_page_ptr, v_cache_stride_head, part, V.number, v, V)
+            else:
+                v_scales_ptr = (
+                    v_scale_ptr + page * v_scale_stride_page + offset * v_scale_stride_slot
+                )
+                store_codes(
+                    v_page_ptr, v_cache_stride_head, v_scales_ptr, v_scale_stride_head,
+                    part, V.number, v, V,
+                )  # fmt: skip
     if (position >= 0) & (position < max_position):
         cos, sin = load_angles(cos_sin_ptr + position * cos_sin_stride, Q)
         dtype: tl.constexpr = qkv_ptr.dtype.element_ty
@@ -122,7 +148,16 @@ def _fused_qk_norm_rope_cache_kernel(
     if k_cache_ptr is not None:
         if is_stored:
             k_page_ptr = k_cache_ptr + page * k_cache_stride_page + offset * k_cache_stride_slot
-            store_heads(k_page_ptr, k_cache_stride_head, part, K.number, k, K)
+            if k_scale_ptr is None:
+                store_heads(k_page_ptr, k_cache_stride_head, part, K.number, k, K)
+            else:
+                k_scales_ptr = (
+                    k_scale_ptr + page * k_scale_stride_page + offset * k_scale_stride_slot
+                )
+                store_codes(
+                    k_page_ptr, k_cache_stride_head, k_scales_ptr, k_scale_stride_head,
+                    part, K.number, k, K,
+                )  # fmt: skip
 
 
 def _config(head_dim: int) -> TileConfig:
@@ -149,8 +184,6 @@ def check(
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
 ) -> None:
-    check_absent("k_scale", k_scale, "INT8 caches are not supported yet")
-    check_absent("v_scale", v_scale, "INT8 caches are not supported yet")
     check_range("num_heads", num_heads, 1)
     check_range("num_kv_heads", num_kv_heads, 1)
     check_range("eps", eps, 0.0)
@@ -167,14 +200,15 @@ def check(
             check_last_contiguous(name, weight)
     check_same_device("qkv", qkv, positions=positions, cos_sin_cache=cos_sin_cache, **weights)
     if k_cache is not None and v_cache is not None and slot_mapping is not None:
-        check_page_write(
-            k_cache, v_cache, slot_mapping, ("qkv", qkv), (tokens, num_kv_heads, head_dim, head_dim)
-        )
+        rows = (tokens, num_kv_heads, head_dim, head_dim)
+        check_page_write(k_cache, v_cache, slot_mapping, k_scale, v_scale, ("qkv", qkv), rows)
     else:
         together = "k_cache, v_cache and slot_mapping are given together or not at all"
         check_absent("k_cache", k_cache, together)
         check_absent("v_cache", v_cache, together)
         check_absent("slot_mapping", slot_mapping, together)
+        check_absent("k_scale", k_scale, "k_cache is None")
+        check_absent("v_scale", v_scale, "v_cache is None")
 
 
 def debug_check(
@@ -203,9 +237,11 @@ def _launch(
     k_cache: torch.Tensor | None,
     v_cache: torch.Tensor | None,
     slot_mapping: torch.Tensor | None,
-    k_scale: torch.Tensor | None,  # noqa: ARG001
-    v_scale: torch.Tensor | None,  # noqa: ARG001
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
 ) -> None:
+    if k_cache is not None:
+        check_can_encode(k_cache, "k_cache")
     max_position, rotary_dim = cos_sin_cache.shape
     half = rotary_dim // 2
     config = select("fused_qk_norm_rope_cache", head_dim, lambda: _config(head_dim))
@@ -224,6 +260,8 @@ def _launch(
         k_cache,
         v_cache,
         slot_mapping,
+        k_scale,
+        v_scale,
         max_position,
         num_pages * page_size,
         eps,
@@ -231,6 +269,8 @@ def _launch(
         cos_sin_cache.stride(0),
         *((0, 0, 0) if k_cache is None else k_cache.stride()[:3]),
         *((0, 0, 0) if v_cache is None else v_cache.stride()[:3]),
+        *scale_strides(k_scale),
+        *scale_strides(v_scale),
         Q=heads(num_heads, head_dim, half, is_neox, has_rest=q_weight is not None),
         K=heads(num_kv_heads, head_dim, half, is_neox, has_rest=k_has_rest),
         V=heads(num_kv_heads, head_dim, head_dim // 2, is_neox=True, has_rest=True),
@@ -281,15 +321,16 @@ def fused_qk_norm_rope_cache(
     positions, cos_sin_cache, is_neox: as in `rotary_embedding`. A token whose position lies outside
     the table keeps its heads as they are, un-normed too.
     q_weight, k_weight: [head_dim], of RMSNorm over each head. Without one its heads are not normed.
-    k_cache, v_cache, slot_mapping: as in `reshape_and_cache`, with `qkv`'s dtype; all or none. The
-    caches receive the very bits that `qkv` holds afterwards.
-    k_scale, v_scale: must be None, INT8 caches are not supported yet.
+    k_cache, v_cache, slot_mapping: as in `reshape_and_cache`, all or none. Caches of `qkv`'s dtype
+    receive the very bits that `qkv` holds afterwards, those of int8 or float8_e4m3fn their codes.
+    k_scale, v_scale: as in `reshape_and_cache`: float32 for codes, else None.
 
     Heads are rounded once. So without weights the result equals `rotary_embedding` and
     `reshape_and_cache` bit for bit, and with them it is closer to the exact one than after
     `rms_norm`, which rounds as well.
 
-    Raises ValueError or TypeError for shapes, strides, devices or dtypes that do not fit.
+    Raises ValueError or TypeError for shapes, strides, devices or dtypes that do not fit, and for
+    float8_e4m3fn on a GPU without it.
     """
     _fused_qk_norm_rope_cache(
         qkv,

@@ -4,12 +4,12 @@
     then what qk_norm_rope_cache.py does to qkv: norm, rotation, page write
 
 x: [tokens, K], weight: [(num_heads + 2 * num_kv_heads) * head_dim, K] (the layout of nn.Linear).
-Everything is in fp32 and rounded once, into `qkv`; a cache gets the very bits of `qkv`. `qkv`,
-`k_cache` and `v_cache` are mutated.
+Everything is in fp32 and rounded once, into `qkv`; a cache gets the very bits of `qkv`, or their
+codes. `qkv`, the caches and their scales are mutated.
 
 A program owns both columns of each of its pairs, so it needs no other to rotate them; to normalise
-a head, it owns the whole head. Tile widths follow the number of tokens: the last bit of a result
-may depend on the batch.
+or quantise a head, it owns the whole head. Tile widths follow the number of tokens: the last bit of
+a result may depend on the batch.
 """
 
 from typing import Any
@@ -35,14 +35,17 @@ from echokernels._pdl import early_launch, let_next_start, wait_for_previous
 from echokernels._target import INTERPRETED, Target, target_of
 from echokernels._tuning import TileConfig, select
 from echokernels.attention import reference
+from echokernels.attention._arguments import scale_strides
 from echokernels.attention._pairs import (
     column_of,
     normalise_pairs,
     rotate_pairs,
+    store_pair_codes,
     store_pairs,
 )
 from echokernels.attention.qk_norm_rope_cache import check as check_epilogue
 from echokernels.attention.qk_norm_rope_cache import debug_check as debug_check_epilogue
+from echokernels.quant._row import check_can_encode
 
 
 # Index tensors may be slices at any offset of larger buffers: their alignment varies at run time.
@@ -59,6 +62,8 @@ def _qkv_rope_kernel(
     k_cache_ptr,  # [num_pages, PAGE_SIZE, num_kv_heads, HEAD_DIM], or None
     v_cache_ptr,
     slot_mapping_ptr,  # int[num_tokens]
+    k_scale_ptr,  # f32[num_pages, PAGE_SIZE, num_kv_heads], or None: the caches are no codes
+    v_scale_ptr,  # likewise
     num_tokens,
     token_tiles,
     num_heads,
@@ -77,6 +82,12 @@ def _qkv_rope_kernel(
     v_cache_stride_page,
     v_cache_stride_slot,
     v_cache_stride_head,
+    k_scale_stride_page,
+    k_scale_stride_slot,
+    k_scale_stride_head,
+    v_scale_stride_page,
+    v_scale_stride_slot,
+    v_scale_stride_head,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,  # pairs that rotate
     IS_NEOX: tl.constexpr,
@@ -127,28 +138,48 @@ def _qkv_rope_kernel(
     head_ptr = qkv_ptr + token * qkv_stride + head * HEAD_DIM
     store_pairs(head_ptr, x, y, pair, token_mask, HALF, HEAD_DIM, IS_NEOX)
     if slot_mapping_ptr is not None:
+        dtype: tl.constexpr = qkv_ptr.dtype.element_ty
         slot = tl.load(slot_mapping_ptr + token, mask=token_mask, other=-1).to(tl.int64)
         is_stored = (slot >= 0) & (slot < num_slots)
         page, offset = slot // PAGE_SIZE, slot % PAGE_SIZE
         kv_head = head - num_heads
         if kv_head >= num_kv_heads:
-            head_ptr = (
+            slot_ptr = (
                 v_cache_ptr + page * v_cache_stride_page + offset * v_cache_stride_slot
                 + (kv_head - num_kv_heads) * v_cache_stride_head
             )  # fmt: skip
-            store_pairs(head_ptr, x, y, pair, is_stored, HALF, HEAD_DIM, IS_NEOX)
+            if v_scale_ptr is None:
+                store_pairs(slot_ptr, x, y, pair, is_stored, HALF, HEAD_DIM, IS_NEOX)
+            else:
+                scale_ptr = (
+                    v_scale_ptr + page * v_scale_stride_page + offset * v_scale_stride_slot
+                    + (kv_head - num_kv_heads) * v_scale_stride_head
+                )  # fmt: skip
+                store_pair_codes(
+                    slot_ptr, scale_ptr, x, y, pair, is_stored, dtype, HALF, HEAD_DIM, IS_NEOX
+                )
         elif kv_head >= 0:
-            head_ptr = (
+            slot_ptr = (
                 k_cache_ptr + page * k_cache_stride_page + offset * k_cache_stride_slot
                 + kv_head * k_cache_stride_head
             )  # fmt: skip
-            store_pairs(head_ptr, x, y, pair, is_stored, HALF, HEAD_DIM, IS_NEOX)
+            if k_scale_ptr is None:
+                store_pairs(slot_ptr, x, y, pair, is_stored, HALF, HEAD_DIM, IS_NEOX)
+            else:
+                scale_ptr = (
+                    k_scale_ptr + page * k_scale_stride_page + offset * k_scale_stride_slot
+                    + kv_head * k_scale_stride_head
+                )  # fmt: skip
+                store_pair_codes(
+                    slot_ptr, scale_ptr, x, y, pair, is_stored, dtype, HALF, HEAD_DIM, IS_NEOX
+                )
 
 
 def _blocks(
     num_tokens: int, heads: int, head_dim: int, whole_heads: bool, itemsize: int, target: Target
 ) -> tuple[int, int]:
-    """(BLOCK_M, BLOCK_T). `whole_heads`: norms need every column of a head in one program."""
+    """(BLOCK_M, BLOCK_T). `whole_heads`: norms and codes need every column of a head in one
+    program."""
     block_m = max(16, 2 * triton.next_power_of_2(triton.cdiv(head_dim, 2)))
     block_t = token_block(num_tokens, itemsize)
     if head_dim > 128:
@@ -219,15 +250,17 @@ def _launch(
     k_cache: torch.Tensor | None,
     v_cache: torch.Tensor | None,
     slot_mapping: torch.Tensor | None,
-    k_scale: torch.Tensor | None,  # noqa: ARG001
-    v_scale: torch.Tensor | None,  # noqa: ARG001
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
 ) -> None:
+    if k_cache is not None:
+        check_can_encode(k_cache, "k_cache")
     num_tokens, input_width = x.shape
     heads = num_heads + 2 * num_kv_heads
     max_position, rotary_dim = cos_sin_cache.shape
     num_pages, page_size = (0, 1) if k_cache is None else k_cache.shape[:2]
     target = target_of(x.device)
-    whole_heads = q_weight is not None or k_weight is not None
+    whole_heads = any(tensor is not None for tensor in (q_weight, k_weight, k_scale))
     block_m, block_t = _blocks(num_tokens, heads, head_dim, whole_heads, x.element_size(), target)
     key = (block_m, block_t, head_dim, heads, input_width, x.element_size(), target.name)
     config = select(
@@ -250,6 +283,8 @@ def _launch(
         k_cache,
         v_cache,
         slot_mapping,
+        k_scale,
+        v_scale,
         num_tokens,
         token_tiles,
         num_heads,
@@ -264,6 +299,8 @@ def _launch(
         cos_sin_cache.stride(0),
         *((0, 0, 0) if k_cache is None else k_cache.stride()[:3]),
         *((0, 0, 0) if v_cache is None else v_cache.stride()[:3]),
+        *scale_strides(k_scale),
+        *scale_strides(v_scale),
         HEAD_DIM=head_dim,
         HALF=rotary_dim // 2,
         IS_NEOX=is_neox,
@@ -321,12 +358,13 @@ def fused_qkv_rope(
     All other arguments are those of `fused_qk_norm_rope_cache`.
 
     Meant for up to 64 tokens and weights with more than a quarter as many rows as columns, or with
-    norms, which keep a head in one program, at least as many: it reads the weights once. All else
-    is right but slower than a library's GEMM and that op.
+    norms or codes, which keep a head in one program, at least as many: it reads the weights once.
+    All else is right but slower than a library's GEMM and that op.
 
     Returns `out`, [tokens, weight rows] of x's dtype, allocated unless given: queries and keys,
     normed and rotated, and values. They are rounded once.
-    Raises ValueError or TypeError for shapes, strides, devices or dtypes that do not fit.
+    Raises ValueError or TypeError for shapes, strides, devices or dtypes that do not fit, and for
+    float8_e4m3fn caches on a GPU without it.
     """
     if out is None:
         check_dim("x", x, 2)

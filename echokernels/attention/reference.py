@@ -11,6 +11,7 @@ from itertools import pairwise
 import torch
 
 from echokernels._reference import accumulable, linear
+from echokernels.quant.reference import quantise_rows
 
 
 def flash_attn_varlen(
@@ -113,16 +114,29 @@ def reshape_and_cache(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
-    k_scale: torch.Tensor | None,  # noqa: ARG001
-    v_scale: torch.Tensor | None,  # noqa: ARG001
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
 ) -> None:
     num_pages, page_size = k_cache.shape[:2]
     num_slots = num_pages * page_size
     token = ((slot_mapping >= 0) & (slot_mapping < num_slots)).nonzero().squeeze(1)
     slot = slot_mapping[token]
     page, offset = slot // page_size, slot % page_size
-    k_cache[page, offset] = key[token]
-    v_cache[page, offset] = value[token]
+    for cache, scales, new in ((k_cache, k_scale, key), (v_cache, v_scale, value)):
+        if scales is None:
+            cache[page, offset] = new[token]
+        else:
+            codes, scale = _quantised(new[token], cache.dtype)
+            cache[page, offset] = codes
+            scales[page, offset] = scale
+
+
+def _quantised(rows: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes, scales) of rows."""
+    codes = torch.empty_like(rows, dtype=dtype)
+    scale = rows.new_empty(rows.shape[:-1], dtype=torch.float32)
+    quantise_rows(codes, scale, accumulable(rows))
+    return codes, scale
 
 
 def rotary_embedding(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.aot.harness import TARGETS, compile_op, local_memory, meta
+from tests.aot.harness import CODES, TARGETS, compile_op, local_memory, meta, meta_pages
 
 # Tiles of 16, 64 and 128 tokens.
 TOKENS = pytest.mark.parametrize("tokens", [1, 64, 500])
@@ -27,17 +27,17 @@ def gate_up_args(tokens, k, width, *, dtype=torch.bfloat16, bias=False, activati
 
 def qkv_args(
     tokens, k, heads, *, head_dim=128, rotary_dim=128, dtype=torch.bfloat16, normed=False,
-    bias=False, is_neox=True, paged=True, index=torch.int64,
+    bias=False, is_neox=True, paged=True, index=torch.int64, code=None,
 ):  # fmt: skip
     num_heads, num_kv_heads = heads
     rows = (num_heads + 2 * num_kv_heads) * head_dim
     norm = meta(head_dim, dtype=dtype) if normed else None
-    cache = meta(64, 16, num_kv_heads, head_dim, dtype=dtype) if paged else None
+    cache, scale = meta_pages(num_kv_heads, head_dim, code or dtype) if paged else (None, None)
     return (
         meta(tokens, rows, dtype=dtype), meta(tokens, k, dtype=dtype), meta(rows, k, dtype=dtype),
         meta(rows, dtype=dtype) if bias else None, meta(tokens, dtype=index),
         meta(4096, rotary_dim, dtype=torch.float32), norm, norm, 1e-6, num_heads, num_kv_heads,
-        head_dim, is_neox, cache, cache, meta(tokens, dtype=index) if paged else None, None, None,
+        head_dim, is_neox, cache, cache, meta(tokens, dtype=index) if paged else None, scale, scale,
     )  # fmt: skip
 
 
@@ -92,6 +92,26 @@ def test_fused_qkv_rope(target, tokens, k, heads, normed):
 def test_fused_qkv_rope_variants(target, tokens, variant):
     args = qkv_args(tokens, 1040, (4, 2), **variant)
     assert_in_registers(compile_op("fused_qkv_rope", target, *args), target)
+
+
+@TOKENS
+@pytest.mark.parametrize(("code", "target"), CODES)
+@pytest.mark.parametrize("normed", [False, True])
+def test_fused_qkv_rope_quantised(code, target, tokens, normed):
+    args = qkv_args(tokens, 1024, (16, 8), normed=normed, code=code)
+    assert_in_registers(compile_op("fused_qkv_rope", target, *args), target)
+
+
+@pytest.mark.parametrize(("code", "target"), CODES)
+def test_fused_qkv_rope_quantised_neighbours(code, target):
+    args = qkv_args(33, 1040, (4, 2), head_dim=80, rotary_dim=32, is_neox=False, code=code)
+    assert_in_registers(compile_op("fused_qkv_rope", target, *args), target)
+
+
+def test_fp8_is_refused_where_there_is_no_cast():
+    args = qkv_args(1, 1024, (16, 8), code=torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"k_cache\.dtype is float8_e4m3fn, must be int8 on sm_80"):
+        compile_op("fused_qkv_rope", "sm_80", *args)
 
 
 @EACH_TARGET

@@ -3,18 +3,26 @@
 import pytest
 import torch
 
-from tests.aot.harness import TARGETS, compile_op, global_accesses, meta
+from tests.aot.harness import (
+    CODES,
+    TARGETS,
+    compile_op,
+    global_accesses,
+    local_memory,
+    meta,
+    meta_pages,
+)
 
 
 def compile_write(
-    target, head_dim=128, dtype=torch.bfloat16, index=torch.int64, num_pages=64, tokens=5
+    target, head_dim=128, dtype=torch.bfloat16, index=torch.int64, num_pages=64, tokens=5, code=None
 ):
-    kv_heads, page_size = 8, 16
+    kv_heads = 8
     qkv = meta(tokens, (32 + 2 * kv_heads) * head_dim, dtype=dtype)
     kv = qkv[:, 32 * head_dim :].view(tokens, 2, kv_heads, head_dim)
-    cache = meta(num_pages, page_size, kv_heads, head_dim, dtype=dtype)
+    cache, scale = meta_pages(kv_heads, head_dim, code or dtype, num_pages)
     slots = meta(tokens, dtype=index)
-    args = (kv[:, 0], kv[:, 1], cache, cache, slots, None, None)
+    args = (kv[:, 0], kv[:, 1], cache, cache, slots, scale, scale)
     return compile_op("reshape_and_cache", target, *args)
 
 
@@ -29,6 +37,20 @@ def test_reshape_and_cache(target, head_dim):
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 def test_dtypes(target, dtype, index):
     compile_write(target, dtype=dtype, index=index)
+
+
+@pytest.mark.parametrize(("code", "target"), CODES)
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_quantised(code, target, head_dim, dtype):
+    (kernel,) = compile_write(target, head_dim, dtype, code=code)
+    if target.startswith("sm_"):
+        assert local_memory(kernel) == 0
+
+
+def test_fp8_is_refused_where_there_is_no_cast():
+    with pytest.raises(ValueError, match=r"k_cache\.dtype is float8_e4m3fn, must be int8 on sm_80"):
+        compile_write("sm_80", code=torch.float8_e4m3fn)
 
 
 @pytest.mark.parametrize("target", TARGETS)

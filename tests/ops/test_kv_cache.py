@@ -8,10 +8,28 @@ from hypothesis import strategies as st
 from echokernels._library import OPS
 from echokernels.attention.kv_cache import _config, reshape_and_cache
 from tests.ops.paged_cache import empty_cache
+from tests.ops.quant_oracle import uneven_rows
+from tests.ops.quantised_cache import (
+    CODES_OF_HALVES,
+    EACH_CODE,
+    HALVES,
+    NOT_FINITE,
+    code_cache,
+    rows_of_a17,
+)
 from tests.strategies import dtypes, generator, randn, seeds, token_counts
 from tests.tolerances import assert_same_bits
 
+pytestmark = NOT_FINITE
+
 SENTINEL = 77.0
+# 80, 96 and 192 are no powers of two (A05); the values' may differ from the keys'.
+head_dims = st.sampled_from(
+    [(64, 64), (80, 80), (96, 96), (192, 192), (7, 7), (192, 128), (16, 40)]
+)
+page_sizes = st.sampled_from([1, 8, 16, 24])
+pads = st.sampled_from([0, 3, 8])
+indices = st.sampled_from([torch.int32, torch.int64])
 
 
 def oracle(cache: torch.Tensor, new: torch.Tensor, slots: list[int]) -> torch.Tensor:
@@ -26,13 +44,12 @@ def oracle(cache: torch.Tensor, new: torch.Tensor, slots: list[int]) -> torch.Te
 @given(
     tokens=token_counts,
     kv_heads=st.sampled_from([1, 3, 8]),
-    # 80, 96 and 192 are no powers of two (A05); the values' may differ from the keys'.
-    dims=st.sampled_from([(64, 64), (80, 80), (96, 96), (192, 192), (7, 7), (192, 128), (16, 40)]),
-    page_size=st.sampled_from([1, 8, 16, 24]),
+    dims=head_dims,
+    page_size=page_sizes,
     head_major=st.booleans(),
-    pad=st.sampled_from([0, 3, 8]),
+    pad=pads,
     dtype=dtypes,
-    index=st.sampled_from([torch.int32, torch.int64]),
+    index=indices,
     seed=seeds,
 )
 def test_a05_a07_a23_reshape_and_cache(
@@ -59,6 +76,81 @@ def test_a05_a07_a23_reshape_and_cache(
     for buffer, cache, old in zip(buffers, caches, before, strict=True):
         cache.fill_(float("nan"))
         assert_same_bits(buffer, old)
+
+
+@EACH_CODE
+@given(
+    tokens=token_counts,
+    kv_heads=st.sampled_from([1, 3, 8]),
+    dims=head_dims,
+    page_size=page_sizes,
+    head_major=st.booleans(),
+    pad=pads,
+    scale_head_major=st.booleans(),
+    scale_pad=st.sampled_from([0, 1]),
+    dtype=dtypes,
+    index=indices,
+    seed=seeds,
+)
+def test_a05_a07_a09_a23_quantised(
+    device, code, tokens, kv_heads, dims, page_size, head_major, pad, scale_head_major, scale_pad,
+    dtype, index, seed,
+):  # fmt: skip
+    gen = generator(seed)
+    num_pages = -(-2 * tokens // page_size) + 1
+    packed = uneven_rows(tokens, kv_heads, max(dims) * 2, dtype=dtype, device=device, gen=gen)
+    # A head at either end, so that a row with one special column is special in either at times.
+    key, value = packed[..., : dims[0]], packed[..., -dims[1] :]
+    slots = (torch.randperm(num_pages * page_size + 10, generator=gen) - 5)[:tokens].to(index)
+    k, v = (
+        code_cache(
+            (num_pages, page_size, kv_heads, dim), code, device, head_major=head_major, pad=pad,
+            scale_head_major=scale_head_major, scale_pad=scale_pad,
+        )
+        for dim in dims
+    )  # fmt: skip
+    reshape_and_cache(key, value, k.codes, v.codes, slots.to(device), k.scale, v.scale)
+    k.assert_received(key, slots)
+    v.assert_received(value, slots)
+
+
+def test_keys_and_values_have_scales_of_their_own_strides(device):
+    gen = generator(0)
+    key, value = (
+        randn(5, 3, 16, dtype=torch.float32, device=device, gen=gen, scale=s) for s in (1.0, 9.0)
+    )
+    shape, slots = (3, 4, 3, 16), torch.tensor([11, 0, -1, 12, 5])
+    k = code_cache(shape, torch.int8, device, scale_head_major=True, scale_pad=2)
+    v = code_cache(shape, torch.int8, device, head_major=True, pad=3)
+    reshape_and_cache(key, value, k.codes, v.codes, slots.to(device), k.scale, v.scale)
+    k.assert_received(key, slots)
+    v.assert_received(value, slots)
+
+
+def test_a16_halves_round_to_even(device):
+    key = torch.tensor([[HALVES]], device=device)
+    k, v = (code_cache((1, 2, 1, 10), torch.int8, device) for _ in range(2))
+    slot = torch.tensor([1], device=device)
+    reshape_and_cache(key, -key, k.codes, v.codes, slot, k.scale, v.scale)
+    assert k.scale[0, 1].item() == v.scale[0, 1].item() == 1.0
+    assert k.codes[0, 1].tolist() == [CODES_OF_HALVES]
+    assert v.codes[0, 1].tolist() == [[-code for code in CODES_OF_HALVES]]
+
+
+@EACH_CODE
+@pytest.mark.parametrize("only", [None, 0, 1, 2])
+def test_a17_zero_rows_and_masked_lanes(device, code, only):
+    key = rows_of_a17(device)[:, None]
+    key = key if only is None else key[only : only + 1]
+    tokens = len(key)
+    k, v = (code_cache((1, 4, 1, 13), code, device) for _ in range(2))
+    slots = torch.arange(tokens)
+    reshape_and_cache(key, key, k.codes, v.codes, slots.to(device), k.scale, v.scale)
+    if only in (None, 0):
+        assert k.scale[0, 0].item() == pytest.approx(1e-12)
+        assert not k.codes[0, 0].float().any()
+    k.assert_received(key, slots)
+    v.assert_received(key, slots)
 
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
@@ -146,6 +238,19 @@ def test_a01_more_than_2_31_elements_of_keys(cuda):
 
 
 @pytest.mark.gpu
+def test_a01_scales_beyond_int32(cuda):
+    # A page of scales lies 2^22 floats from the next: page 512 is the first beyond 2^31.
+    scales = torch.empty(513 * 2**22, device=cuda).as_strided((513, 16, 1), (2**22, 1, 1))
+    scales[[0, 512]] = float("nan")
+    codes = torch.zeros(2, 513, 16, 1, 16, dtype=torch.int8, device=cuda)
+    key = torch.randn(1, 1, 16, device=cuda)
+    slot = torch.tensor([512 * 16 + 3], device=cuda)
+    reshape_and_cache(key, key, *codes, slot, scales, torch.empty(513, 16, 1, device=cuda))
+    assert torch.equal(scales[512, 3, 0], key.abs().max() / 127)
+    assert scales[0].isnan().all()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [65_535, 65_536, 70_000])
 def test_a22_more_rows_than_a_grid_dimension(cuda, tokens):
     key, value = torch.randn(2, tokens, 1, 16, device=cuda)
@@ -221,15 +326,40 @@ def test_a21_opcheck(device):
     torch.library.opcheck(overload, args)
 
 
+def test_a21_opcheck_quantised(device):
+    key, value = torch.randn(2, 3, 2, 8, device=device)
+    # opcheck cannot compare FP8: PyTorch has no product of it.
+    k = code_cache((5, 4, 2, 8), torch.int8, device)
+    v = code_cache((5, 4, 2, 8), torch.int8, device, head_major=True, scale_head_major=True)
+    slots = torch.tensor([7, -1, 0], device=device)
+    torch.library.opcheck(
+        torch.ops.echo.reshape_and_cache.default,
+        (key, value, k.codes, v.codes, slots, k.scale, v.scale),
+    )
+
+
 def bad_calls(key, cache, slots):
     """(error, message, the arguments that differ from the good ones)."""
     scale = torch.ones(cache.shape[:3], device=cache.device)
+    codes = {"k_cache": cache.char(), "v_cache": cache.char(), "k_scale": scale, "v_scale": scale}
+    k_is = "k_scale is None, must be a tensor: k_cache.dtype is torch.int8, codes that need scales"
+    no_scales = "is given, must be None: k_cache.dtype is torch.float32, which has no scales"
     strided = torch.stack([slots, slots], 1)[:, 0]
     empty = cache[:, :0]
-    not_supported = "is given, must be None: INT8 caches are not supported yet"
-    yield ValueError, f"k_scale {not_supported}", {"k_scale": scale}
-    yield ValueError, f"v_scale {not_supported}", {"v_scale": scale}
-    yield TypeError, "k_cache.dtype is int8, must be float32", {"k_cache": cache.char()}
+    yield ValueError, f"k_scale {no_scales}", {"k_scale": scale}
+    yield ValueError, f"v_scale {no_scales}", {"v_scale": scale}
+    yield ValueError, k_is, {**codes, "k_scale": None}
+    yield ValueError, "v_scale is None, must be a tensor", {**codes, "v_scale": None}
+    yield ValueError, "v_scale.shape is (2, 16, 2)", {**codes, "v_scale": scale[:2]}
+    yield TypeError, "k_scale.dtype is float16, must be float32", {**codes, "k_scale": scale.half()}
+    yield TypeError, "v_cache.dtype is float32, must be int8", {**codes, "v_cache": cache}
+    fp8 = cache.to(torch.float8_e4m3fn)
+    yield TypeError, "v_cache.dtype is float8_e4m3fn, must be int8", {**codes, "v_cache": fp8}
+    yield (
+        TypeError,
+        "k_cache.dtype is uint8, must be float32, int8, float8_e4m3fn",
+        {"k_cache": cache.byte()},
+    )
     yield TypeError, "v_cache.dtype is float16, must be float32", {"v_cache": cache.half()}
     yield TypeError, "key.dtype is int32", {"key": key.int()}
     yield TypeError, "value.dtype is float16, must be float32", {"value": key.half()}

@@ -11,10 +11,21 @@ from echokernels.attention import reference
 from echokernels.attention.qk_norm_rope_cache import _config, fused_qk_norm_rope_cache
 from echokernels.attention.rope_table import rope_table
 from tests.ops.paged_cache import empty_cache
+from tests.ops.quant_oracle import uneven_rows
+from tests.ops.quantised_cache import (
+    CODES_OF_HALVES,
+    EACH_CODE,
+    HALVES,
+    NOT_FINITE,
+    code_cache,
+    rows_of_a17,
+)
 from tests.ops.rope_oracle import THETA
 from tests.ops.rope_oracle import oracle as rotated
 from tests.strategies import dtypes, generator, randn, seeds, strided_randn, token_counts
 from tests.tolerances import assert_close, assert_same_bits
+
+pytestmark = NOT_FINITE
 
 MAX_POSITION = 4096
 EPS = 1e-5
@@ -148,6 +159,101 @@ def test_a05_a07_a09_the_caches_receive_the_bits_of_qkv(
         assert_same_bits(buffer, want)
 
 
+@EACH_CODE
+@given(
+    tokens=token_counts,
+    heads=heads_counts,
+    dims=head_dims,
+    page_size=st.sampled_from([1, 8, 24]),
+    head_major=st.booleans(),
+    pad=st.sampled_from([0, 3, 8]),
+    scale_head_major=st.booleans(),
+    scale_pad=st.sampled_from([0, 1]),
+    dtype=dtypes,
+    index=indices,
+    is_neox=st.booleans(),
+    norms=st.sampled_from(["qk", "q", ""]),
+    seed=seeds,
+)
+def test_a05_a07_a09_quantised_caches_receive_the_codes_of_qkv(
+    device, code, tokens, heads, dims, page_size, head_major, pad, scale_head_major, scale_pad,
+    dtype, index, is_neox, norms, seed,
+):  # fmt: skip
+    gen = generator(seed)
+    head_dim, rotary_dim = dims
+    num_heads, num_kv_heads = heads
+    all_heads = num_heads + 2 * num_kv_heads
+    qkv = uneven_rows(tokens, all_heads, head_dim, dtype=dtype, device=device, gen=gen).flatten(1)
+    plain = qkv.clone()
+    q_weight, k_weight = weights(norms, head_dim, dtype, device, gen)
+    positions = torch.randint(-8, MAX_POSITION + 8, (tokens,), generator=gen).to(index).to(device)
+    table = rope_table(rotary_dim, MAX_POSITION, THETA, device=device)
+    num_pages = -(-2 * tokens // page_size) + 1
+    slots = (torch.randperm(num_pages * page_size + 10, generator=gen) - 5)[:tokens].to(index)
+    shape = (num_pages, page_size, num_kv_heads, head_dim)
+    k, v = (
+        code_cache(
+            shape, code, device, head_major=head_major, pad=pad,
+            scale_head_major=scale_head_major, scale_pad=by,
+        )
+        for by in (scale_pad, 0)
+    )  # fmt: skip
+    options = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim,
+               "is_neox": is_neox, "q_weight": q_weight, "k_weight": k_weight}  # fmt: skip
+    fused_qk_norm_rope_cache(
+        qkv, positions, table, **options, k_cache=k.codes, v_cache=v.codes,
+        slot_mapping=slots.to(device), k_scale=k.scale, v_scale=v.scale,
+    )  # fmt: skip
+    assert_same_bits(qkv, fused_qk_norm_rope_cache(plain, positions, table, **options))
+    _, keys, values = split(qkv, *heads, head_dim)
+    k.assert_received(keys, slots)
+    v.assert_received(values, slots)
+
+
+def write_quantised(key, value, code, device):
+    """Caches of codes that received `key` and `value`, [tokens, 1, head_dim], as they are: slot i
+    holds token i."""
+    tokens, _, head_dim = key.shape
+    k, v = (code_cache((1, tokens + 1, 1, head_dim), code, device) for _ in range(2))
+    fused_qk_norm_rope_cache(
+        torch.cat([key, key, value], 1).flatten(1),
+        torch.full((tokens,), -1, device=device),
+        rope_table(2, 4, device=device),
+        num_heads=1, num_kv_heads=1, head_dim=head_dim, k_cache=k.codes, v_cache=v.codes,
+        slot_mapping=torch.arange(tokens, device=device), k_scale=k.scale, v_scale=v.scale,
+    )  # fmt: skip
+    return k, v
+
+
+def test_a16_halves_round_to_even(device):
+    key = torch.tensor([[HALVES]], device=device)
+    k, v = write_quantised(key, -key, torch.int8, device)
+    assert k.scale[0, 0].item() == v.scale[0, 0].item() == 1.0
+    assert k.codes[0, 0].tolist() == [CODES_OF_HALVES]
+    assert v.codes[0, 0].tolist() == [[-code for code in CODES_OF_HALVES]]
+
+
+@EACH_CODE
+@pytest.mark.parametrize("only", [None, 0, 1, 2])
+def test_a17_zero_rows_and_masked_lanes(device, code, only):
+    key = rows_of_a17(device)[:, None]
+    key = key if only is None else key[only : only + 1]
+    for cache in write_quantised(key, key, code, device):
+        if only in (None, 0):
+            assert cache.scale[0, 0].item() == pytest.approx(1e-12)
+            assert not cache.codes[0, 0].float().any()
+        cache.assert_received(key, torch.arange(len(key)))
+
+
+def test_a21_opcheck_quantised(device):
+    k = code_cache((3, 4, 1, 8), torch.int8, device, scale_head_major=True)
+    v = code_cache((3, 4, 1, 8), torch.int8, device, head_major=True, scale_pad=1)
+    good = good_arguments(device) | {"k_cache": k.codes, "v_cache": v.codes}
+    torch.library.opcheck(
+        torch.ops.echo.fused_qk_norm_rope_cache.default, (*good.values(), k.scale, v.scale)
+    )
+
+
 @given(
     tokens=token_counts,
     heads=heads_counts,
@@ -266,10 +372,25 @@ def bad_calls(good):
         good[name] for name in ("qkv", "q_weight", "k_cache", "slot_mapping")
     )
     empty = cache[:, :0]
-    not_supported = "is given, must be None: INT8 caches are not supported yet"
+    scale = torch.ones(cache.shape[:3], device=cache.device)
+    codes = {"k_cache": cache.char(), "v_cache": cache.char(), "k_scale": scale, "v_scale": scale}
+    absent = {"k_cache": None, "v_cache": None, "slot_mapping": None}
+    no_scales = "is given, must be None: k_cache.dtype is torch.float32, which has no scales"
     together = "is given, must be None: k_cache, v_cache and slot_mapping are given together"
-    yield ValueError, f"k_scale {not_supported}", {"k_scale": weight}
-    yield ValueError, f"v_scale {not_supported}", {"v_scale": weight}
+    yield ValueError, f"k_scale {no_scales}", {"k_scale": weight}
+    yield ValueError, f"v_scale {no_scales}", {"v_scale": weight}
+    yield (
+        ValueError,
+        "k_scale is given, must be None: k_cache is None",
+        {**absent, "k_scale": scale},
+    )
+    yield (
+        ValueError,
+        "v_scale is given, must be None: v_cache is None",
+        {**absent, "v_scale": scale},
+    )
+    yield ValueError, "k_scale is None, must be a tensor", {**codes, "k_scale": None}
+    yield ValueError, "v_scale.shape is (3, 16), must be (3", {**codes, "v_scale": scale[..., 0]}
     yield ValueError, "num_heads is 0, must be at least 1", {"num_heads": 0}
     yield ValueError, "num_kv_heads is -1, must be at least 1", {"num_kv_heads": -1}
     yield ValueError, "eps is nan, must be at least 0", {"eps": float("nan")}

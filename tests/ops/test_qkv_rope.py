@@ -11,10 +11,20 @@ from echokernels.attention.qk_norm_rope_cache import fused_qk_norm_rope_cache
 from echokernels.attention.qkv_rope import _blocks, fused_qkv_rope
 from echokernels.attention.rope_table import rope_table
 from tests.ops.paged_cache import empty_cache
+from tests.ops.quantised_cache import (
+    CODES_OF_HALVES,
+    EACH_CODE,
+    HALVES,
+    NOT_FINITE,
+    code_cache,
+    rows_of_a17,
+)
 from tests.ops.test_kv_cache import oracle as written
 from tests.ops.test_rope import oracle as rotated
 from tests.strategies import dtypes, generator, poisoned, randn, seeds, strided_randn
 from tests.tolerances import assert_close, assert_same_bits
+
+pytestmark = NOT_FINITE
 
 MAX_POSITION = 64
 EPS = 1e-6
@@ -126,6 +136,100 @@ def test_a14_a23_fused_qkv_rope(
         assert_same_bits(caches[name], written(old, new, slots))
         caches[name].fill_(float("nan"))
     assert all(buffer.isnan().all() for buffer in buffers)
+
+
+@EACH_CODE
+@given(
+    tokens=st.sampled_from([0, 1, 3, 17, 33, 130]),
+    k=st.sampled_from([1, 40, 256]),
+    heads=st.sampled_from([(4, 2), (1, 1), (2, 3)]),
+    dims=st.sampled_from([(64, 64), (80, 32), (7, 6), (96, 96), (40, 2)]),
+    bias=st.booleans(),
+    norms=st.tuples(st.booleans(), st.booleans()),
+    is_neox=st.booleans(),
+    head_major=st.booleans(),
+    scale_head_major=st.booleans(),
+    scale_pad=st.sampled_from([0, 1]),
+    dtype=dtypes,
+    index=st.sampled_from([torch.int32, torch.int64]),
+    pad=st.sampled_from([0, 3, 16]),
+    seed=seeds,
+)
+def test_a05_a07_a09_quantised_caches_receive_the_codes_of_qkv(
+    device, code, tokens, k, heads, dims, bias, norms, is_neox, head_major, scale_head_major,
+    scale_pad, dtype, index, pad, seed,
+):  # fmt: skip
+    gen = generator(seed)
+    args = make(
+        tokens, k, heads, dims, dtype, device, gen,
+        bias=bias, norms=norms, is_neox=is_neox, index=index, pad=pad,
+    )  # fmt: skip
+    # A token of zeros, one that is not finite, one large.
+    args["x"][1:2], args["x"][2:3] = 0.0, float("nan")
+    args["x"][3:4] *= 1000.0
+    num_pages, page_size = -(-2 * tokens // 8) + 1, 8
+    slots = (torch.randperm(num_pages * page_size + 10, generator=gen) - 5)[:tokens].to(index)
+    keys, values = (
+        code_cache(
+            (num_pages, page_size, heads[1], dims[0]), code, device, head_major=head_major, pad=pad,
+            scale_head_major=scale_head_major, scale_pad=by,
+        )
+        for by in (scale_pad, 0)
+    )  # fmt: skip
+    out = fused_qkv_rope(
+        **args, eps=EPS, k_cache=keys.codes, v_cache=values.codes, slot_mapping=slots.to(device),
+        k_scale=keys.scale, v_scale=values.scale,
+    )  # fmt: skip
+    assert_close(out.unflatten(1, (-1, dims[0])), oracle(args, dims[0]))
+    new = out.unflatten(1, (-1, dims[0]))[:, heads[0] :].split(heads[1], dim=1)
+    keys.assert_received(new[0], slots)
+    values.assert_received(new[1], slots)
+
+
+def write_quantised(rows, code, device):
+    """Caches of codes that received `rows`, [tokens, head_dim], as key and value: slot i holds
+    token i."""
+    tokens, head_dim = rows.shape
+    k, v = (code_cache((1, tokens + 1, 1, head_dim), code, device) for _ in range(2))
+    fused_qkv_rope(
+        rows,
+        torch.eye(head_dim, device=device).repeat(3, 1),
+        torch.full((tokens,), -1, device=device),
+        rope_table(2, 4, device=device),
+        num_heads=1, num_kv_heads=1, head_dim=head_dim, k_cache=k.codes, v_cache=v.codes,
+        slot_mapping=torch.arange(tokens, device=device), k_scale=k.scale, v_scale=v.scale,
+    )  # fmt: skip
+    return k, v
+
+
+def test_a16_halves_round_to_even(device):
+    for cache in write_quantised(torch.tensor([HALVES], device=device), torch.int8, device):
+        assert cache.scale[0, 0].item() == 1.0
+        assert cache.codes[0, 0].tolist() == [CODES_OF_HALVES]
+
+
+@EACH_CODE
+@pytest.mark.parametrize("only", [None, 0, 1, 2])
+def test_a17_zero_rows_and_masked_lanes(device, code, only):
+    rows = rows_of_a17(device)
+    rows = rows if only is None else rows[only : only + 1]
+    for cache in write_quantised(rows, code, device):
+        if only in (None, 0):
+            assert cache.scale[0, 0].item() == pytest.approx(1e-12)
+            assert not cache.codes[0, 0].float().any()
+        cache.assert_received(rows[:, None], torch.arange(len(rows)))
+
+
+def test_a21_opcheck_quantised(device):
+    k = code_cache((3, 4, 1, 8), torch.int8, device, scale_head_major=True)
+    v = code_cache((3, 4, 1, 8), torch.int8, device, head_major=True, scale_pad=1)
+    x, weight = torch.randn(4, 16, device=device), torch.randn(32, 16, device=device)
+    index = torch.arange(4, device=device)
+    args = (
+        torch.zeros(4, 32, device=device), x, weight, None, index, rope_table(8, 4, device=device),
+        None, None, EPS, 2, 1, 8, True, k.codes, v.codes, index - 1, k.scale, v.scale,
+    )  # fmt: skip
+    torch.library.opcheck(torch.ops.echo.fused_qkv_rope.default, args)
 
 
 @pytest.mark.parametrize("normed", [False, True])
@@ -272,6 +376,9 @@ def bad_calls(args, caches):
     yield ValueError, "q_weight.shape is (4,), must be (8)", {"q_weight": x[0, :4]}
     yield ValueError, "k_cache is given, must be None", {"k_cache": caches["k_cache"]}
     yield ValueError, "k_scale is given, must be None", {**caches, "k_scale": x}
+    yield ValueError, "v_scale is given, must be None: v_cache is None", {"v_scale": x}
+    codes = {**caches, **{name: caches[name].char() for name in ("k_cache", "v_cache")}}
+    yield ValueError, "k_scale is None, must be a tensor", codes
     yield TypeError, "k_cache.dtype is float16", {**caches, "k_cache": caches["k_cache"].half()}
 
 
