@@ -126,6 +126,26 @@ def test_a17_zero_rows_and_masked_lanes(device, only):
     assert not back.isnan().any()
 
 
+def test_masked_lanes_are_neither_read_nor_written(device):
+    # Around these 3 rows of 13 columns lies as much as a program has lanes, poisoned.
+    def inside(dtype):
+        wide = poisoned(400, 40, dtype=dtype, device=device)
+        return wide, wide[200:203, 5:18]
+
+    wide_x, x = inside(torch.float32)
+    x.copy_(rows_of_a17(device))
+    wide_q, q = inside(torch.int8)
+    wide_scale, scale = inside(torch.float32)
+    wide_out, out = inside(torch.float32)
+    scale = scale[:, 0]
+    quantize_int8(x, q, scale)
+    assert_exact_codes(q, scale, x)
+    dequantize_int8(q, scale, out=out)
+    for wide, view in ((wide_x, x), (wide_q, q), (wide_scale, scale), (wide_out, out)):
+        view.fill_(wide[0, 0])
+        assert_same_values(wide, wide[:1, :1].expand_as(wide))
+
+
 def test_a_row_that_is_not_finite_comes_back_as_nan(device):
     x = randn(4, 96, dtype=torch.float32, device=device, gen=generator(0))
     x[1, 7], x[2, 95] = float("nan"), float("-inf")
