@@ -39,7 +39,7 @@ def kinds(device: torch.device) -> list[Kind]:
     target, dtype = target_of(device), torch.bfloat16
     found = []
     for head_dim, group in _SHAPES:
-        is_hopper = decode_hopper.is_made_for(target, dtype, head_dim, group, PAGE_SIZE, 1)
+        is_hopper = decode_hopper.is_made_for(target, dtype, head_dim, group, 1)
         for is_large in (False, True):
             kernel: Kernel = "hopper" if is_hopper else "portable"
             found.append(Kind(kernel, head_dim, dtype, group, is_large))

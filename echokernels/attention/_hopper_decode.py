@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from echokernels.attention._hopper_codes import attend_to_codes
 from echokernels.attention._hopper_memory import (
     accumulator_layout,
     load_page_ids,
@@ -68,6 +69,7 @@ def consume(k_ring, v_ring, q_tile, p_tile, shares, seq, tile, at, left, has_emp
     """Attends to the tiles of a share."""
     if has_empty:
         fill_empty(call)
+    S: gl.constexpr = call.S
     kv_head = gl.program_id(0) % call.kv_heads
     used = 0
     while left > 0:
@@ -75,12 +77,18 @@ def consume(k_ring, v_ring, q_tile, p_tile, shares, seq, tile, at, left, has_emp
         first, tiles = call.key_tiles(q_len, k_len)
         count = gl.minimum(tiles - tile, left)
         if count > 0:
-            _load_queries(q_tile, start, q_len, kv_head, call)
-            acc, m, l, used = _attend(
-                k_ring, v_ring, q_tile, p_tile, used, first + tile, count, seq, kv_head, q_len,
-                k_len, call,
-            )  # fmt: skip
-            l = gl.sum(l, 0)
+            if S.has_codes:
+                acc, m, l, used = attend_to_codes(
+                    k_ring, v_ring, used, first + tile, count, seq, start, kv_head, q_len, k_len,
+                    call,
+                )  # fmt: skip
+            else:
+                _load_queries(q_tile, start, q_len, kv_head, call)
+                acc, m, l, used = _attend(
+                    k_ring, v_ring, q_tile, p_tile, used, first + tile, count, seq, kv_head, q_len,
+                    k_len, call,
+                )  # fmt: skip
+                l = gl.sum(l, 0)
             if count == tiles:
                 store_output(acc, m, l, start, q_len, kv_head, call)
             else:
@@ -135,6 +143,8 @@ def _attend(k_ring, v_ring, q_tile, p_tile, used, first, count, seq, kv_head, q_
     for i in range(count):
         begin = (first + i) * N
         k_ring.wait_full(used)
+        if S.has_copies:
+            fence_async_shared()
         scores = warpgroup_mma(
             k_ring.tile(used), q_tile.permute((1, 0)), zero, use_acc=False, is_async=True
         )
@@ -163,7 +173,9 @@ def _attend(k_ring, v_ring, q_tile, p_tile, used, first, count, seq, kv_head, q_
         fence_async_shared()
         v_ring.wait_full(used)
         v = v_ring.tile(used)
-        if k_len - begin < N:
+        if S.has_copies:
+            fence_async_shared()
+        elif k_len - begin < N:
             zero_rows(v, k_len - begin)
         product = warpgroup_mma(
             v.permute((1, 0)), p_tile.permute((1, 0)), acc * alpha[None, :], is_async=True

@@ -79,7 +79,8 @@ class Ring:
     @gluon.jit
     def acquire(self, use):
         """Waits until the slot is free. Returns the barrier that the loads into it arrive at."""
-        NUM_BYTES: gl.constexpr = self.tiles.shape[1] * self.tiles.shape[2] * 2
+        SIZE: gl.constexpr = self.tiles.dtype.primitive_bitwidth // 8
+        NUM_BYTES: gl.constexpr = self.tiles.shape[1] * self.tiles.shape[2] * SIZE
         self.wait_empty(use)
         full = self.full.index(use % self.tiles.shape[0])
         mbarrier.expect(full, NUM_BYTES)
@@ -105,27 +106,28 @@ class Ring:
 @gluon.jit
 def make_ring(
     dtype: gl.constexpr, SLOTS: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr,
-    CONSUMERS: gl.constexpr,
+    CONSUMERS: gl.constexpr, PRODUCERS: gl.constexpr = 1,
 ):  # fmt: skip
+    """PRODUCERS: arrivals that fill a slot."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
     tiles = gl.allocate_shared_memory(dtype, [SLOTS, ROWS, D], LAYOUT)
-    return _with_barriers(tiles, CONSUMERS)
+    return _with_barriers(tiles, CONSUMERS, PRODUCERS)
 
 
 @gluon.jit
 def make_number_ring(COUNT: gl.constexpr, CONSUMERS: gl.constexpr):
     """Of COUNT int32 a slot, for `send` and `receive`."""
     LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    return _with_barriers(gl.allocate_shared_memory(gl.int32, [2, COUNT], LAYOUT), CONSUMERS)
+    return _with_barriers(gl.allocate_shared_memory(gl.int32, [2, COUNT], LAYOUT), CONSUMERS, 1)
 
 
 @gluon.jit
-def _with_barriers(tiles, CONSUMERS: gl.constexpr):
+def _with_barriers(tiles, CONSUMERS: gl.constexpr, PRODUCERS: gl.constexpr):
     SLOTS: gl.constexpr = tiles.shape[0]
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
-        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(full.index(slot), count=PRODUCERS)
         mbarrier.init(empty.index(slot), count=CONSUMERS)
     return Ring(tiles, full, empty)
 

@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 GLUON_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+_TILE_DTYPES = GLUON_DTYPES | {torch.int8: gl.int8}
 
 
 def fills_tiles(page_size: int, block_n: int) -> bool:
@@ -23,7 +24,7 @@ def descriptor(x: torch.Tensor, rows: int, block_d: int) -> TensorDescriptor:
     """Of [tokens, heads, head_dim] or [num_pages, page_size, kv_heads, head_dim]: `rows` tokens of
     one head, columns beyond head_dim zero."""
     block = [1] * (x.dim() - 3) + [rows, 1, block_d]
-    layout = gl.NVMMASharedLayout.get_default_for(block, GLUON_DTYPES[x.dtype])
+    layout = gl.NVMMASharedLayout.get_default_for(block, _TILE_DTYPES[x.dtype])
     return TensorDescriptor(x, list(x.shape), [*steps(x), 1], block, layout)
 
 

@@ -112,7 +112,9 @@ def online_softmax_of_codes(s, m, l, scale, v_scale):
     m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2(y - m_safe[:, None])
     alpha = tl.exp2(m - m_safe)
-    return p, alpha, m_new, l * alpha + tl.sum(p * (1.0 / v_scale)[None, :], axis=1)
+    # A weight of 0 times NaN, of a token that is hidden, would be NaN.
+    inverse = tl.where(v_scale == v_scale, 1.0 / v_scale, 0.0)
+    return p, alpha, m_new, l * alpha + tl.sum(p * inverse[None, :], axis=1)
 
 
 @triton.jit

@@ -14,7 +14,8 @@ from triton.experimental.gluon import language as gl
 from echokernels._launch import counter, launch
 from echokernels._pdl import early_launch, let_next_start, wait_for_previous
 from echokernels._target import Target
-from echokernels.attention._arguments import alibi_stride
+from echokernels.attention._arguments import alibi_stride, scale_strides
+from echokernels.attention._hopper_copies import THREADS, Pages, produce_by_copies
 from echokernels.attention._hopper_decode import consume, produce
 from echokernels.attention._hopper_memory import make_ring
 from echokernels.attention._hopper_pieces import columns
@@ -37,6 +38,8 @@ _BLOCK_N = 64  # what WGMMA multiplies at once
 _TILE_BYTES = 64 * 1024
 # Two programs fit an SM: of one launch, or of two.
 _REGISTERS = 128
+# Queries stay in registers.
+_MOST_ROWS_OF_CODES = 16
 SHARINGS = tuple(Sharing(_BLOCK_N, per_sm) for per_sm in (1, 2, 4))
 
 
@@ -64,8 +67,11 @@ def sharing(
 @gluon.jit(
     do_not_specialize=[
         "counter_ptr", "table_ptr", "seqused_k_ptr", "cu_seqlens_q_ptr", "slopes_ptr", "sinks_ptr",
-        "num_seqs", "kv_heads", "rows", "window_left", "window_right", "table_stride",
-        "slopes_stride", "lse_stride_head", "lse_stride_token",
+        "num_seqs", "kv_heads", "rows", "window_left", "window_right", "k_stride_page",
+        "k_stride_slot", "k_stride_head", "v_stride_page", "v_stride_slot", "v_stride_head",
+        "k_scale_ptr", "v_scale_ptr", "k_scale_stride_page", "k_scale_stride_slot",
+        "k_scale_stride_head", "v_scale_stride_page", "v_scale_stride_slot", "v_scale_stride_head",
+        "table_stride", "slopes_stride", "lse_stride_head", "lse_stride_token",
     ]
 )  # fmt: skip
 def decode_hopper_kernel(
@@ -75,13 +81,15 @@ def decode_hopper_kernel(
     piece_lse_ptr,
     counter_ptr,
     q_ptr,  # [tokens, heads, head_dim]
-    k_desc,  # [num_pages, page_size, kv_heads, head_dim]
-    v_desc,
+    k,  # [num_pages, page_size, kv_heads, head_dim]: a TMA descriptor, or a pointer
+    v,
     table_ptr,  # [num_seqs, max_pages]
     seqused_k_ptr,  # [num_seqs]
     cu_seqlens_q_ptr,  # [num_seqs + 1], or None: one query each
     slopes_ptr,  # f32[heads] or [num_seqs, heads], or None
     sinks_ptr,  # [heads], or None
+    k_scale_ptr,  # f32[num_pages, page_size, kv_heads] of codes, or None
+    v_scale_ptr,
     num_seqs,
     kv_heads,
     rows,  # (query, head of the group) of a sequence, at most
@@ -91,6 +99,18 @@ def decode_hopper_kernel(
     lse_stride_token,
     q_stride_token,
     q_stride_head,
+    k_stride_page,  # of K and V in units of 8 elements
+    k_stride_slot,
+    k_stride_head,
+    v_stride_page,
+    v_stride_slot,
+    v_stride_head,
+    k_scale_stride_page,
+    k_scale_stride_slot,
+    k_scale_stride_head,
+    v_scale_stride_page,
+    v_scale_stride_slot,
+    v_scale_stride_head,
     table_stride,
     slopes_stride,
     window_left,
@@ -101,9 +121,11 @@ def decode_hopper_kernel(
     BLOCK_SEQS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    dtype: gl.constexpr = k_desc.dtype
-    k_ring = make_ring(dtype, S.slots, S.block_n, S.block_d, 1)
-    v_ring = make_ring(dtype, S.slots, S.block_n, S.block_d, 1)
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    PRODUCERS: gl.constexpr = THREADS if S.has_copies else 1
+    tile_dtype: gl.constexpr = gl.int8 if S.has_codes else dtype
+    k_ring = make_ring(tile_dtype, S.slots, S.block_n, S.block_d, 1, PRODUCERS)
+    v_ring = make_ring(tile_dtype, S.slots, S.block_n, S.block_d, 1, PRODUCERS)
     COLUMNS: gl.constexpr = columns(S.most_rows)
     Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLUMNS, S.block_d], dtype)
     P_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLUMNS, S.block_n], dtype)
@@ -116,14 +138,23 @@ def decode_hopper_kernel(
         table_ptr, table_stride, slopes_ptr if S.has_alibi else seqused_k_ptr, slopes_stride,
         sinks_ptr if S.has_sinks else seqused_k_ptr, out_ptr, out_stride_token, out_stride_head,
         lse_ptr if S.has_lse else piece_lse_ptr, lse_stride_head, lse_stride_token, piece_out_ptr,
-        piece_lse_ptr, counter_ptr, S,
+        piece_lse_ptr, counter_ptr, k_scale_ptr if S.has_codes else piece_lse_ptr,
+        k_scale_stride_page, k_scale_stride_slot, k_scale_stride_head,
+        v_scale_ptr if S.has_codes else piece_lse_ptr,
+        v_scale_stride_page, v_scale_stride_slot, v_scale_stride_head, S,
     )  # fmt: skip
     wait_for_previous(PDL)
     shares, seq, tile, at, left, has_empty = share_of_program(call, BLOCK_SEQS)
     let_next_start(PDL)
     uses = (k_ring, v_ring, q_tile, p_tile, shares, seq, tile, at, left, has_empty, call)
-    loads = (k_desc, v_desc, k_ring, v_ring, seq, tile, left, call)
-    gl.warp_specialize([(consume, uses), (produce, loads)], [1], [64])
+    if S.has_copies:
+        k_pages = Pages(k, k_stride_page, k_stride_slot, k_stride_head)
+        v_pages = Pages(v, v_stride_page, v_stride_slot, v_stride_head)
+        loads = (k_pages, v_pages, k_ring, v_ring, seq, tile, left, call)
+        gl.warp_specialize([(consume, uses), (produce_by_copies, loads)], [4], [64])
+    else:
+        loads = (k, v, k_ring, v_ring, seq, tile, left, call)
+        gl.warp_specialize([(consume, uses), (produce, loads)], [1], [64])
 
 
 def can_run(
@@ -136,14 +167,22 @@ def can_run(
     softmax_scale: float,
 ) -> bool:
     """Whether the kernel takes this call: what TMA cannot address is left to the portable ones."""
-    num_pages, page_size, kv_heads = k_cache.shape[:3]
+    num_pages, _, kv_heads = k_cache.shape[:3]
     rows = _rows(q, kv_heads, max_seqlen_q)
     return (
         num_pages > 0
-        and k_cache.dtype == q.dtype
+        and (k_cache.dtype == q.dtype or _has_tiles_of_codes(k_cache, rows))
         and softmax_scale > 0
-        and is_made_for(target, q.dtype, q.shape[-1], rows, page_size, num_seqs)
+        and is_made_for(target, q.dtype, q.shape[-1], rows, num_seqs)
         and all(is_addressable(x) for x in (k_cache, v_cache))
+    )
+
+
+def _has_tiles_of_codes(k_cache: torch.Tensor, rows: int) -> bool:
+    return (
+        k_cache.dtype == torch.int8
+        and rows <= _MOST_ROWS_OF_CODES
+        and fills_tiles(k_cache.shape[1], _BLOCK_N)
     )
 
 
@@ -153,7 +192,7 @@ def _rows(q: torch.Tensor, kv_heads: int, max_seqlen_q: int) -> int:
 
 
 def is_made_for(
-    target: Target, dtype: torch.dtype, head_dim: int, rows: int, page_size: int, num_seqs: int
+    target: Target, dtype: torch.dtype, head_dim: int, rows: int, num_seqs: int
 ) -> bool:
     """The same of a call's sizes; rows: (query, head of the group) of a sequence, at most."""
     return (
@@ -162,7 +201,6 @@ def is_made_for(
         and 32 < head_dim <= 128
         and head_dim % 8 == 0
         and rows <= MOST_SHARED_ROWS
-        and fills_tiles(page_size, _BLOCK_N)
         and num_seqs <= MOST_SEQS
     )
 
@@ -183,6 +221,8 @@ def launch_hopper(
     softcap: float,
     alibi_slopes: torch.Tensor | None,
     sinks: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
     workspace: torch.Tensor | None,
 ) -> None:
     """window: (left, right), -1 for all."""
@@ -195,14 +235,18 @@ def launch_hopper(
     keys, per_sm = sharing(q.device, target, head_dim, q.dtype, group, num_seqs * kv_heads)
     programs = num_shares(kv_heads, per_sm, target.num_sms) * kv_heads
     piece_out, piece_lse = partials(workspace, q, programs * 2 * rows)
+    caches = k_cache, v_cache
+    has_tma = fills_tiles(page_size, keys)
     shape = DecodeShape(
         head_dim=head_dim,
         block_d=block_d,
         block_n=keys,
-        slots=_TILE_BYTES // (4 * keys * block_d),
+        slots=_TILE_BYTES // (2 * k_cache.element_size() * keys * block_d),
         group=group,
         most_rows=triton.next_power_of_2(rows),
         page_size=page_size,
+        has_copies=not has_tma,
+        has_codes=k_scale is not None,
         has_boundaries=cu_seqlens_q is not None,
         has_left=window[0] >= 0,
         has_right=window[1] >= 0,
@@ -220,18 +264,22 @@ def launch_hopper(
         piece_lse,
         counter(q.device, programs),
         q,
-        *(descriptor(x, min(page_size, keys), block_d) for x in (k_cache, v_cache)),
+        *(descriptor(x, min(page_size, keys), block_d) if has_tma else x for x in caches),
         block_table,
         seqused_k,
         cu_seqlens_q,
         alibi_slopes,
         sinks,
+        k_scale,
+        v_scale,
         num_seqs,
         kv_heads,
         rows,
         *steps(out),
         *((0, 0) if lse is None else lse.stride()),
         *steps(q),
+        *(step // 8 for x in caches for step in steps(x)),
+        *scale_strides(k_scale, v_scale),
         block_table.stride(0),
         alibi_stride(alibi_slopes),
         *window,

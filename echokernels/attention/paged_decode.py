@@ -367,7 +367,7 @@ def _launch(
         decode_hopper.launch_hopper(
             target, out, lse, q, k_cache, v_cache, block_table, seqused_k, cu_seqlens_q,
             max_seqlen_q, softmax_scale, (window_left, 0 if causal else window_right), softcap,
-            alibi_slopes, sinks, workspace,
+            alibi_slopes, sinks, k_scale, v_scale, workspace,
         )  # fmt: skip
         return
     page_size, kv_heads = k_cache.shape[1:3]

@@ -168,8 +168,9 @@ def _wants_hopper(max_seqlen_q: int) -> bool:
     return path == "hopper" or (path == "auto" and max_seqlen_q > 64)
 
 
-def _config(head_dim: int, itemsize: int, rows: int, paged: bool, target: Target) -> TileConfig:
-    """block_m rows by block_n keys. A sequence has up to `rows` of (query token, group's head)."""
+def _config(head_dim: int, itemsize: int, rows: int, large: bool, target: Target) -> TileConfig:
+    """block_m rows by block_n keys. A sequence has up to `rows` of (query token, group's head).
+    large: pages want large tiles."""
     # A short chunk must not pay for a tile of mostly masked rows; 16 is the tensor cores' least.
     needed = max(16, triton.next_power_of_2(rows))
     wide = head_dim > 128
@@ -177,7 +178,7 @@ def _config(head_dim: int, itemsize: int, rows: int, paged: bool, target: Target
         # Exact fp32 products run on the ordinary cores and keep both operands in registers.
         return TileConfig(min(needed, 16 if wide else 32), 32, num_warps=8, num_stages=1)
     if target.has_wgmma and head_dim > 64 and needed >= 128:
-        return _wgmma_config(wide, paged)
+        return _wgmma_config(wide, large)
     large_memory = target.shared_memory > 128 * 1024
     if wide:
         # A row of the accumulator is 256 wide: 64 of them over 8 warps are what fits the registers.
@@ -188,11 +189,11 @@ def _config(head_dim: int, itemsize: int, rows: int, paged: bool, target: Target
     return TileConfig(block_m, 64, num_warps, num_stages=3 if large_memory else 2)
 
 
-def _wgmma_config(wide: bool, paged: bool) -> TileConfig:
+def _wgmma_config(wide: bool, large: bool) -> TileConfig:
     """What was fastest of nine tiles on an H200 at 4k and 16k tokens."""
     if wide:
         return TileConfig(128, 32, num_warps=8, num_stages=4)
-    if paged:
+    if large:
         return TileConfig(128, 128, num_warps=8, num_stages=2)
     return TileConfig(128, 64, num_warps=8, num_stages=3)
 
@@ -311,8 +312,10 @@ def _launch(
     group = q.shape[1] // kv_heads
     rows = max_seqlen_q * group
     paged, size = block_table is not None, q.element_size()
-    key = (head_dim, size, min(triton.next_power_of_2(max(rows, 1)), 128), paged, target.name)
-    config = select("flash_attn_varlen", key, lambda: _config(head_dim, size, rows, paged, target))
+    # Codes are converted in registers: the large tiles that go with pages leave none for it.
+    large = paged and k_scale is None
+    key = (head_dim, size, min(triton.next_power_of_2(max(rows, 1)), 128), large, target.name)
+    config = select("flash_attn_varlen", key, lambda: _config(head_dim, size, rows, large, target))
     num_tiles = triton.cdiv(rows, config.block_m)
     launch(
         _flash_attn_varlen_kernel,

@@ -26,7 +26,6 @@ def split_plan(
     *,
     query_len: int = 1,
     dtype: torch.dtype = torch.bfloat16,
-    page_size: int = 16,
     window_left: int = -1,
     num_splits: int = 0,
     kv_split_size: int = 0,
@@ -65,7 +64,7 @@ def split_plan(
 
     is_free = num_splits == 0 and kv_split_size == 0
     rows = group * query_len
-    if is_free and decode_hopper.is_made_for(target, dtype, head_dim, rows, page_size, len(lens)):
+    if is_free and decode_hopper.is_made_for(target, dtype, head_dim, rows, len(lens)):
         block_n, per_sm = decode_hopper.sharing(
             where, target, head_dim, dtype, group, len(lens) * num_kv_heads
         )

@@ -242,10 +242,34 @@ def test_attention_from_codes(target, head_dim, codes):
     assert_attends_in_registers(compile_portable(target, *decode, op="paged_attention"), target)
     assert_attends_in_registers(compile_portable(target, *split, op="paged_attention"), target)
     assert_attends_in_registers(compile_portable(target, *prefill), target)
-    # Those for Hopper leave codes alone.
-    for op, args in (("paged_attention", decode), ("flash_attn_varlen", prefill)):
-        if target == "sm_90":
-            assert "hopper" not in compile_op(op, target, *args)[0].name
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    "variant", [{}, {"queries": 4}, {"window": 100, "softcap": 30.0, "biased": True}],
+    ids=["plain", "rows-16", "all"],
+)  # fmt: skip
+def test_decode_hopper_from_codes(head_dim, variant):
+    args = decode_args(head_dim, torch.bfloat16, codes=torch.int8, **variant)
+    (kernel,) = compile_op("paged_attention", "sm_90", *args)
+    assert kernel.name == "decode_hopper_kernel"
+    assert_attends_in_registers([kernel], "sm_90")
+    # Codes are converted where they are multiplied: nothing goes back to shared memory.
+    assert not [line for line in product_loop(kernel) if re.search(r"\bSTS\b", line)]
+
+
+def test_hopper_leaves_other_codes_alone():
+    fp8, wide = (
+        decode_args(128, torch.bfloat16, **variant)
+        for variant in ({"codes": torch.float8_e4m3fn}, {"codes": torch.int8, "queries": 8})
+    )
+    prefill = prefill_args(128, torch.bfloat16, 4096, codes=torch.int8, page_size=16)
+    for op, args in (
+        ("paged_attention", fp8),
+        ("paged_attention", wide),
+        ("flash_attn_varlen", prefill),
+    ):
+        assert "hopper" not in compile_op(op, "sm_90", *args)[0].name
 
 
 @pytest.mark.parametrize(
@@ -254,12 +278,24 @@ def test_attention_from_codes(target, head_dim, codes):
         (128, 8, {}),
         (64, 8, {"page_size": 64}),
         (96, 8, {"page_size": 256}),
+        (128, 8, {"page_size": 1}),
+        (96, 8, {"page_size": 48}),
         (128, 16, {"queries": 4}),
         (128, 32, {"queries": 8}),
         (128, 8, {"dtype": torch.float16, "group": 1, "biased": True}),
         (128, 8, {"window": 100, "softcap": 30.0, "biased": True}),
     ],
-    ids=["plain", "d64-pages-64", "d96-pages-256", "rows-16", "rows-32", "mha-biased", "all"],
+    ids=[
+        "plain",
+        "d64-pages-64",
+        "d96-pages-256",
+        "pages-1",
+        "d96-pages-48",
+        "rows-16",
+        "rows-32",
+        "mha-biased",
+        "all",
+    ],
 )
 def test_decode_hopper(head_dim, columns, variant):
     args = decode_args(head_dim, **({"dtype": torch.bfloat16} | variant))

@@ -98,7 +98,7 @@ def test_shares_of_any_batch(cuda, sharing, batch, heads, kv_heads):
     assert_same(make_case(cuda, BATCHES[batch], heads=heads, kv_heads=kv_heads), sharing)
 
 
-@pytest.mark.parametrize("page_size", [32, 64, 128, 256])
+@pytest.mark.parametrize("page_size", [1, 3, 8, 32, 48, 64, 192, 256])
 @pytest.mark.parametrize("sharing", decode_hopper.SHARINGS, ids=str)
 def test_pages_of_other_sizes(cuda, sharing, page_size):
     case = make_case(

@@ -138,7 +138,7 @@ def _write_shares_kernel(
     call = DecodeCall(
         num_seqs, kv_heads, one, window_left, zero, one, one, lens, zero, zero, lens,
         cu_seqlens_q_ptr if S.has_boundaries else lens, lens, zero, lens, zero, lens, lens, zero,
-        zero, lens, zero, zero, lens, lens, lens, S,
+        zero, lens, zero, zero, lens, lens, lens, lens, zero, zero, zero, lens, zero, zero, zero, S,
     )  # fmt: skip
     _, seq, tile, at, left, _ = share_of_program(call, BLOCK_SEQS)
     ptr = out_ptr + gl.program_id(0) * 4
@@ -151,8 +151,9 @@ def _write_shares_kernel(
 def shares_of_device(device, k_lens, programs, kv_heads, q_len, window_left):
     shape = DecodeShape(
         head_dim=64, block_d=64, block_n=64, slots=2, group=1, most_rows=1,
-        page_size=16, has_boundaries=q_len is not None, has_left=window_left >= 0, has_right=True,
-        has_softcap=False, has_alibi=False, has_sinks=False, has_lse=False,
+        page_size=16, has_copies=False, has_codes=False, has_boundaries=q_len is not None,
+        has_left=window_left >= 0, has_right=True, has_softcap=False, has_alibi=False,
+        has_sinks=False, has_lse=False,
     )  # fmt: skip
     out = torch.full((programs, 4), -1, dtype=torch.int32, device=device)
     boundaries = None

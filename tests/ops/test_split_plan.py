@@ -42,7 +42,7 @@ def test_the_rest_of_the_batch_counts():
 @pytest.mark.usefixtures("h200")
 @pytest.mark.parametrize(
     "options",
-    [{"page_size": 1}, {"dtype": torch.float32}, {"query_len": 9}],
+    [{"dtype": torch.float32}, {"query_len": 9}],
 )
 def test_what_the_kernel_for_hopper_does_not_take_has_shares_too(options):
     given = {"seqused_k": [65_536, 8192, 64], "num_heads": 32, "num_kv_heads": 8, "head_dim": 128}

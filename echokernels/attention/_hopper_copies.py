@@ -1,0 +1,70 @@
+"""Key tiles of pages that TMA cannot put together: copied row by row, by four warps.
+
+The copies do not wait either (cp.async), and arrive at the same barriers of the same rings.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from echokernels._gluon_compat import aggregate
+
+THREADS = gl.constexpr(128)
+"""That copy, each of which arrives at the barrier of a tile."""
+
+
+@aggregate
+class Pages:
+    """Of K or V. Strides in units of 8 elements: a copy takes 16 bytes, so these are whole."""
+
+    ptr: gl.tensor
+    stride_page: gl.tensor
+    stride_slot: gl.tensor
+    stride_head: gl.tensor
+
+
+@gluon.jit
+def produce_by_copies(k_pages, v_pages, k_ring, v_ring, seq, tile, left, call):
+    """Loads the tiles of a share."""
+    S: gl.constexpr = call.S
+    D: gl.constexpr = S.block_d
+    ACROSS: gl.constexpr = min(D // 8, 32)
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
+    row = gl.arange(0, S.block_n, layout=gl.SliceLayout(1, layout))
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, layout))[None, :]
+    kv_head = gl.program_id(0) % call.kv_heads
+    used = 0
+    while left > 0:
+        _, q_len, k_len = call.lengths(seq, seq < call.num_seqs)
+        first, tiles = call.key_tiles(q_len, k_len)
+        table_ptr = call.table_ptr + seq.to(gl.int64) * call.table_stride
+        count = gl.minimum(tiles - tile, left)
+        key = (first + tile) * S.block_n + row
+        page = gl.load(table_ptr + key // S.page_size, mask=key < k_len, other=0)
+        for _ in range(count):
+            # The table is read while the tile before waits for its place.
+            next_key = key + S.block_n
+            exists = next_key < k_len
+            next_page = gl.load(table_ptr + next_key // S.page_size, mask=exists, other=0)
+            slot = key % S.page_size
+            seen = (key < k_len)[:, None] & (d < S.head_dim)
+            _copy(k_pages, page, slot, kv_head, d, seen, k_ring, used)
+            _copy(v_pages, page, slot, kv_head, d, seen, v_ring, used)
+            key = next_key
+            page = next_page
+            used += 1
+        left -= count
+        tile = 0
+        seq += 1
+
+
+@gluon.jit
+def _copy(pages, page, slot, head, d, seen, ring, use):
+    """Rows that are not seen are zeros."""
+    at = page.to(gl.int64) * pages.stride_page + slot.to(gl.int64) * pages.stride_slot
+    at += head.to(gl.int64) * pages.stride_head
+    ring.wait_empty(use)
+    async_copy.async_copy_global_to_shared(
+        ring.tile(use), pages.ptr + (at * 8)[:, None] + d, mask=seen
+    )
+    async_copy.mbarrier_arrive(ring.full.index(use % ring.tiles.shape[0]), increment_count=False)
