@@ -132,6 +132,24 @@ def vllm_fa3(flash_attn: Any) -> dict[str, Peer]:
 
 
 def vllm_triton(unified_attention: Callable[..., Any]) -> dict[str, Peer]:
+    return {"vllm-triton": Peer(_unified(unified_attention))}
+
+
+def vllm_triton_int8(unified_attention: Callable[..., Any], mode: Any) -> dict[str, Peer]:
+    """mode: scales of tokens and KV heads."""
+
+    def prepare(*inputs: Any) -> Call:
+        q, k, v, block_table, seqused_k, k_scale, v_scale = inputs
+        ones = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
+        quantised = _unified(
+            unified_attention, kv_quant_mode=mode, k_scale_cache=k_scale, v_scale_cache=v_scale
+        )
+        return quantised(q, k, v, block_table, seqused_k, ones, 1, int(seqused_k.max()), -1)
+
+    return {"vllm-triton-int8": Peer(prepare)}
+
+
+def _unified(unified_attention: Callable[..., Any], **options: Any) -> Callable[..., Call]:
     segments, grid = 16, 128  # vLLM's, and the least grid for which it does not split
 
     def prepare(*inputs: Any) -> Call:
@@ -150,12 +168,13 @@ def vllm_triton(unified_attention: Callable[..., Any]) -> dict[str, Peer]:
                 q.shape[2] ** -0.5, True, window, block_table, 0, None, one, one,
                 seq_threshold_3D=threshold, num_par_softmax_segments=segments,
                 softmax_segm_output=partial, softmax_segm_max=tops, softmax_segm_expsum=sums,
+                **options,
             )  # fmt: skip
             return out
 
         return call
 
-    return {"vllm-triton": Peer(prepare)}
+    return prepare
 
 
 def sglang(attend: Callable[..., Any], count_splits: Any) -> dict[str, Peer]:

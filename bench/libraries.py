@@ -204,7 +204,12 @@ def _vllm_fa3() -> Kernels:
 
 def _vllm_triton() -> Kernels:
     module = import_module("vllm.v1.attention.ops.triton_unified_attention")
-    return {"paged_attention": decode_peers.vllm_triton(module.unified_attention)}
+    modes = import_module("vllm.v1.kv_cache_interface").KVQuantMode
+    attend = module.unified_attention
+    return {
+        "paged_attention": decode_peers.vllm_triton(attend),
+        "paged_attention_int8": decode_peers.vllm_triton_int8(attend, modes.INT8_PER_TOKEN_HEAD),
+    }
 
 
 def _sglang() -> Kernels:

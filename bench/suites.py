@@ -97,6 +97,7 @@ class Suite:
     head_dim: int
     prefill: tuple[Prefill, ...]
     decode: tuple[Decode, ...]
+    decode_int8: tuple[Decode, ...]
     merged_tokens: tuple[int, ...]
     sampled_rows: tuple[int, ...]  # of fp32 logits over `vocab`
     sampled_wide: tuple[tuple[int, int], ...]  # (rows, vocabulary), of fp32 and of bf16 logits
@@ -148,6 +149,16 @@ FULL = Suite(
         _decode("64x4k", queries=4),
         _decode("64x32k", window_left=4095),
     ),
+    decode_int8=(
+        *(
+            _decode(name)
+            for name in ["1x1k", "1x8k", "1x32k", "1x128k", "8x8k", "64x2k", "64x8k", "256x1k"]
+        ),
+        _decode("ragged64"),
+        _decode("64x8k", heads=64),
+        _decode("64x8k", heads=8, kv_heads=1),
+        _decode("64x8k", head_dim=64),
+    ),
     merged_tokens=(1024, 16_384),
     sampled_rows=(1, 64, 256),
     sampled_wide=((64, 151_936),),
@@ -180,6 +191,7 @@ QUICK = Suite(
         Decode("ragged3", [1, 16, 33], 4, 2, 32),
         Decode("ragged3", [4, 16, 33], 4, 2, 32, page_size=8, queries=4, window_left=9),
     ),
+    decode_int8=(Decode("ragged3", [1, 16, 33], 4, 2, 32),),
     merged_tokens=(5,),
     sampled_rows=(3,),
     sampled_wide=((2, 101),),
