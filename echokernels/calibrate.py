@@ -13,8 +13,9 @@ import torch
 from echokernels._calibration import Entries
 from echokernels._target import target_of
 from echokernels.attention import decode_hopper
+from echokernels.attention._decode_config import decode_config, portable_sharings
 from echokernels.attention._sharing import Kernel, Kind, Sharing, forced_sharing
-from echokernels.attention.paged_decode import decode_config, paged_attention, portable_sharings
+from echokernels.attention.paged_decode import paged_attention
 
 PAGE_SIZE = 16
 KV_HEADS = 8

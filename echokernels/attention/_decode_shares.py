@@ -7,10 +7,16 @@ beginning of one that goes on. So the workspace depends on the number of program
 program to write a piece of a sequence merges them all.
 """
 
+import torch
 import triton
 import triton.language as tl
 
-from echokernels._pdl import let_next_start, wait_for_previous
+from echokernels._launch import counter, launch
+from echokernels._pdl import early_launch, let_next_start, wait_for_previous
+from echokernels._target import INTERPRETED, Target
+from echokernels._tuning import TileConfig
+from echokernels.attention._arguments import alibi_stride, scale_strides
+from echokernels.attention._decode_config import sharing
 from echokernels.attention._pieces import merge_when_last, store_piece
 from echokernels.attention._shares import (
     cut,
@@ -24,6 +30,8 @@ from echokernels.attention._shares import (
 from echokernels.attention._softmax import with_sink
 from echokernels.attention._split_k import query_range
 from echokernels.attention._tile import attend_tile, rows_of, store_tile
+from echokernels.attention.split import block_seqs, num_shares
+from echokernels.attention.workspace import partials
 
 
 # Index tensors may be slices at any offset of larger buffers: their alignment varies at run time.
@@ -180,3 +188,87 @@ def decode_shares_kernel(
                     tile, q_len, GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, ROWS,
                 )  # fmt: skip
         at = last_of_piece
+
+
+def launch_shares(
+    config: TileConfig,
+    target: Target,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seqused_k: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    max_seqlen_q: int,
+    softmax_scale: float,
+    window: tuple[int, int],
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    workspace: torch.Tensor | None,
+) -> None:
+    """window: (left, right), -1 for all."""
+    heads, head_dim = q.shape[1:]
+    num_seqs = seqused_k.shape[0]
+    page_size, kv_heads = k_cache.shape[1:3]
+    group = heads // kv_heads
+    num_tiles = triton.cdiv(max_seqlen_q * group, config.block_m)
+    per_sm = sharing(q.device, target, config, head_dim, q.dtype, group, num_seqs * kv_heads).per_sm
+    shares = num_shares(kv_heads * num_tiles, per_sm, target.num_sms)
+    rows = min(config.block_m, max_seqlen_q * group)
+    piece_out, piece_lse = partials(workspace, q, shares * 2 * kv_heads * num_tiles * rows)
+    lse_strides = (0, 0) if lse is None else lse.stride()
+    launch(
+        decode_shares_kernel,
+        (shares * num_tiles * kv_heads,),
+        out,
+        lse,
+        piece_out,
+        piece_lse,
+        counter(q.device, shares * num_tiles * kv_heads),
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        seqused_k,
+        cu_seqlens_q,
+        alibi_slopes,
+        sinks,
+        k_scale,
+        v_scale,
+        num_seqs,
+        num_tiles,
+        kv_heads,
+        shares,
+        *out.stride()[:2],
+        *lse_strides,
+        *q.stride()[:2],
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        *scale_strides(k_scale),
+        *scale_strides(v_scale),
+        block_table.stride(0),
+        alibi_stride(alibi_slopes),
+        softmax_scale,
+        softcap,
+        *window,
+        HAS_RIGHT=window[1] >= 0,
+        HAS_SOFTCAP=softcap > 0,
+        PAGE_SIZE=page_size,
+        UPCAST=INTERPRETED and q.dtype == torch.bfloat16,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        HAS_LEFT=window[0] >= 0,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_SEQS=block_seqs(num_seqs),
+        ROWS=rows,
+        **early_launch(q.device),
+    )

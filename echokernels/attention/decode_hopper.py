@@ -2,7 +2,7 @@
 
 A few programs for each SM. Each finds its share of all key tiles (`_hopper_shares`); one warp
 loads it and four attend to it (`_hopper_decode`); pieces of sequences merge (`_hopper_pieces`).
-What it computes is what the portable kernels in `paged_decode.py` do; it takes fp16 and bf16 with
+What it computes is what the portable kernels do; it takes fp16 and bf16 with
 head dims over 32 up to 128, and up to 32 rows of (query, head of the group) a sequence.
 """
 

@@ -7,7 +7,7 @@ import torch
 from echokernels._checks import check_range
 from echokernels._target import target_of
 from echokernels.attention import decode_hopper
-from echokernels.attention.paged_decode import decode_config, sharing
+from echokernels.attention._decode_config import decode_config, sharing
 from echokernels.attention.split import (
     INVARIANT_SPLITS,
     MIN_KEYS,

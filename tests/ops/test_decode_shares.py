@@ -13,9 +13,9 @@ from triton.experimental.gluon import language as gl
 from echokernels import attention_workspace_size
 from echokernels._target import KNOWN_TARGETS, assume
 from echokernels.attention import decode_hopper
+from echokernels.attention._decode_config import decode_config
 from echokernels.attention._hopper_shares import DecodeCall, DecodeShape, share_of_program
 from echokernels.attention.decode_hopper import default_sharing
-from echokernels.attention.paged_decode import decode_config
 from echokernels.attention.split import (
     MOST_SHARED_ROWS,
     MOST_SHARES_PER_SM,

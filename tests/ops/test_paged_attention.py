@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from echokernels import attention_workspace_size, paged_attention, split_plan
 from echokernels._target import INTERPRETED, KNOWN_TARGETS
+from echokernels.attention._decode_config import _config
 from echokernels.attention._path import forced_path
 from echokernels.attention._sharing import Sharing, forced_sharing
-from echokernels.attention.paged_decode import _config
 from tests.ops.attention_oracle import (
     Features,
     attend_ragged,
