@@ -221,10 +221,11 @@ def _scales(page, at, k_len, kv_head, call):
     """(k_scale, v_scale) of keys; ones of none."""
     S: gl.constexpr = call.S
     page = page.to(gl.int64)
-    slot = at % S.page_size
+    slot = (at % S.page_size).to(gl.int64)
+    head = kv_head.to(gl.int64)
     exists = at < k_len
     k = page * call.k_scale_stride_page + slot * call.k_scale_stride_slot
     v = page * call.v_scale_stride_page + slot * call.v_scale_stride_slot
-    k_ptr = call.k_scale_ptr + kv_head * call.k_scale_stride_head
-    v_ptr = call.v_scale_ptr + kv_head * call.v_scale_stride_head
+    k_ptr = call.k_scale_ptr + head * call.k_scale_stride_head
+    v_ptr = call.v_scale_ptr + head * call.v_scale_stride_head
     return gl.load(k_ptr + k, mask=exists, other=1.0), gl.load(v_ptr + v, mask=exists, other=1.0)
