@@ -15,7 +15,7 @@ THREADS = gl.constexpr(128)
 
 @aggregate
 class Pages:
-    """Of K or V. Strides in units of 8 elements: a copy takes 16 bytes, so these are whole."""
+    """Of K or V. Strides in units of 16 bytes, what a copy takes."""
 
     ptr: gl.tensor
     stride_page: gl.tensor
@@ -28,8 +28,9 @@ def produce_by_copies(k_pages, v_pages, k_ring, v_ring, seq, tile, left, call):
     """Loads the tiles of a share."""
     S: gl.constexpr = call.S
     D: gl.constexpr = S.block_d
-    ACROSS: gl.constexpr = min(D // 8, 32)
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
+    UNIT: gl.constexpr = 16 if S.has_codes else 8
+    ACROSS: gl.constexpr = min(D // UNIT, 32)
+    layout: gl.constexpr = gl.BlockedLayout([1, UNIT], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
     row = gl.arange(0, S.block_n, layout=gl.SliceLayout(1, layout))
     d = gl.arange(0, D, layout=gl.SliceLayout(0, layout))[None, :]
     kv_head = gl.program_id(0) % call.kv_heads
@@ -48,8 +49,8 @@ def produce_by_copies(k_pages, v_pages, k_ring, v_ring, seq, tile, left, call):
             next_page = gl.load(table_ptr + next_key // S.page_size, mask=exists, other=0)
             slot = key % S.page_size
             seen = (key < k_len)[:, None] & (d < S.head_dim)
-            _copy(k_pages, page, slot, kv_head, d, seen, k_ring, used)
-            _copy(v_pages, page, slot, kv_head, d, seen, v_ring, used)
+            _copy(k_pages, page, slot, kv_head, d, seen, k_ring, used, UNIT)
+            _copy(v_pages, page, slot, kv_head, d, seen, v_ring, used, UNIT)
             key = next_key
             page = next_page
             used += 1
@@ -59,12 +60,12 @@ def produce_by_copies(k_pages, v_pages, k_ring, v_ring, seq, tile, left, call):
 
 
 @gluon.jit
-def _copy(pages, page, slot, head, d, seen, ring, use):
+def _copy(pages, page, slot, head, d, seen, ring, use, UNIT: gl.constexpr):
     """Rows that are not seen are zeros."""
     at = page.to(gl.int64) * pages.stride_page + slot.to(gl.int64) * pages.stride_slot
     at += head.to(gl.int64) * pages.stride_head
     ring.wait_empty(use)
     async_copy.async_copy_global_to_shared(
-        ring.tile(use), pages.ptr + (at * 8)[:, None] + d, mask=seen
+        ring.tile(use), pages.ptr + (at * UNIT)[:, None] + d, mask=seen
     )
     async_copy.mbarrier_arrive(ring.full.index(use % ring.tiles.shape[0]), increment_count=False)

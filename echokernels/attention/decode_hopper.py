@@ -99,7 +99,7 @@ def decode_hopper_kernel(
     lse_stride_token,
     q_stride_token,
     q_stride_head,
-    k_stride_page,  # of K and V in units of 8 elements
+    k_stride_page,  # of K and V in units of 16 bytes
     k_stride_slot,
     k_stride_head,
     v_stride_page,
@@ -171,19 +171,15 @@ def can_run(
     rows = _rows(q, kv_heads, max_seqlen_q)
     return (
         num_pages > 0
-        and (k_cache.dtype == q.dtype or _has_tiles_of_codes(k_cache, rows))
+        and (k_cache.dtype == q.dtype or _converts(k_cache.dtype, rows))
         and softmax_scale > 0
         and is_made_for(target, q.dtype, q.shape[-1], rows, num_seqs)
         and all(is_addressable(x) for x in (k_cache, v_cache))
     )
 
 
-def _has_tiles_of_codes(k_cache: torch.Tensor, rows: int) -> bool:
-    return (
-        k_cache.dtype == torch.int8
-        and rows <= _MOST_ROWS_OF_CODES
-        and fills_tiles(k_cache.shape[1], _BLOCK_N)
-    )
+def _converts(codes: torch.dtype, rows: int) -> bool:
+    return codes == torch.int8 and rows <= _MOST_ROWS_OF_CODES
 
 
 def _rows(q: torch.Tensor, kv_heads: int, max_seqlen_q: int) -> int:
@@ -278,8 +274,9 @@ def launch_hopper(
         *steps(out),
         *((0, 0) if lse is None else lse.stride()),
         *steps(q),
-        *(step // 8 for x in caches for step in steps(x)),
-        *scale_strides(k_scale, v_scale),
+        *(step * x.element_size() // 16 for x in caches for step in steps(x)),
+        *scale_strides(k_scale),
+        *scale_strides(v_scale),
         block_table.stride(0),
         alibi_stride(alibi_slopes),
         *window,

@@ -246,9 +246,15 @@ def test_attention_from_codes(target, head_dim, codes):
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(
-    "variant", [{}, {"queries": 4}, {"window": 100, "softcap": 30.0, "biased": True}],
-    ids=["plain", "rows-16", "all"],
-)  # fmt: skip
+    "variant",
+    [
+        {},
+        {"queries": 2},
+        {"page_size": 1},
+        {"window": 100, "softcap": 30.0, "biased": True},
+    ],
+    ids=["plain", "rows-8", "pages-1", "all"],
+)
 def test_decode_hopper_from_codes(head_dim, variant):
     args = decode_args(head_dim, torch.bfloat16, codes=torch.int8, **variant)
     (kernel,) = compile_op("paged_attention", "sm_90", *args)
