@@ -50,6 +50,9 @@ SeedOption = Annotated[int | None, typer.Option(help="Makes the draws reproducib
 MaxTokensOption = Annotated[int, typer.Option(help="Most tokens of an answer.")]
 StopOption = Annotated[list[str] | None, typer.Option(help="Text that ends an answer; repeatable.")]
 DtypeOption = Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")]
+KVCacheDtypeOption = Annotated[
+    str, typer.Option(help="auto (the model's), int8 or fp8: what the KV cache holds.")
+]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 MaxModelLenOption = Annotated[
     int | None,
@@ -76,6 +79,7 @@ def generate(
     stop: StopOption = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on to max_tokens.")] = False,
     dtype: DtypeOption = "auto",
+    kv_cache_dtype: KVCacheDtypeOption = "auto",
     device: DeviceOption = "auto",
     max_model_len: MaxModelLenOption = None,
 ) -> None:
@@ -99,7 +103,14 @@ def generate(
         stop=tuple(stop or ()),
         ignore_eos=ignore_eos,
     )
-    llm = _load(model, demo, dtype=dtype, device=device, max_model_len=max_model_len)
+    llm = _load(
+        model,
+        demo,
+        dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
+        device=device,
+        max_model_len=max_model_len,
+    )
     ops = _record_ops(llm) if demo else None
     if raw or llm.tokenizer is None or llm.tokenizer.chat_template is None:
         stream = llm.stream(prompt, params)
@@ -126,6 +137,7 @@ def chat(
     seed: SeedOption = None,
     max_tokens: MaxTokensOption = 512,
     dtype: DtypeOption = "auto",
+    kv_cache_dtype: KVCacheDtypeOption = "auto",
     device: DeviceOption = "auto",
     max_model_len: MaxModelLenOption = None,
 ) -> None:
@@ -140,7 +152,14 @@ def chat(
         seed=seed,
         max_tokens=max_tokens,
     )
-    llm = _load(model, demo, dtype=dtype, device=device, max_model_len=max_model_len)
+    llm = _load(
+        model,
+        demo,
+        dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
+        device=device,
+        max_model_len=max_model_len,
+    )
     messages = [] if system is None else [{"role": "system", "content": system}]
     while (line := _read_line()) is not None:
         if not line.strip():
@@ -292,13 +311,16 @@ def _print_stream(stream: TextStream) -> bool:
 
 
 def _print_metrics(llm: LLM, output: RequestOutput) -> None:
-    place = llm.engine.runner.place
+    runner = llm.engine.runner
+    place, kv_cache_dtype = runner.place, runner.config.kv_cache_dtype
     parts = [f"{len(output.token_ids)} tokens ({output.finish_reason})"]
     if output.tokens_per_second is not None:
         parts.append(f"{output.tokens_per_second:.1f} tokens/s")
     if output.metrics.time_to_first_token is not None:
         parts.append(f"first token after {output.metrics.time_to_first_token:.2f} s")
     parts.append(f"{place.device} {str(place.dtype).removeprefix('torch.')}")
+    if kv_cache_dtype != "auto":
+        parts.append(f"{kv_cache_dtype} KV cache")
     notes.print(f"[dim]{escape(' | '.join(parts))}[/]", soft_wrap=True)
 
 

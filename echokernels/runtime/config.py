@@ -15,6 +15,7 @@ from echokernels.runtime._validation import (
 )
 
 TORCH_DTYPES = ("float32", "float16", "bfloat16")
+KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +126,9 @@ class EngineConfig:
     """Tokens per page of the KV cache."""
     num_pages: int | None = None
     """Pages of the KV cache; None: as many as memory allows."""
+    kv_cache_dtype: str = "auto"
+    """What the KV cache holds. "auto": values of the model's dtype. "int8", or "fp8", which is
+    float8_e4m3fn: codes, with one fp32 scale for each token and KV head of K and of V."""
     max_num_seqs: int = 256
     """Most sequences that run at once; `max_num_batched_tokens` is a limit too."""
     max_num_batched_tokens: int = 2048
@@ -142,6 +146,11 @@ class EngineConfig:
         for name in ("max_model_len", "num_pages", "max_prefill_chunk"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), low=1)
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ValueError(
+                f"kv_cache_dtype is {self.kv_cache_dtype!r}, "
+                f"must be one of {', '.join(KV_CACHE_DTYPES)}"
+            )
         check_number("watermark", self.watermark, low=0, high=1)
         check_int("seed", self.seed, low=-(2**63), high=2**64 - 1)
 

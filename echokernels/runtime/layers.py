@@ -29,10 +29,16 @@ class Placement(NamedTuple):
 
 
 class KVCache(NamedTuple):
-    """The pages of one layer, each [num_pages, page_size, num_kv_heads, head_dim]."""
+    """The pages of one layer. Pages of codes have scales, pages of values have none.
+
+    k, v: [num_pages, page_size, num_kv_heads, head_dim]. k_scale, v_scale: f32[num_pages,
+    page_size, num_kv_heads]. A page is the same index in all four.
+    """
 
     k: torch.Tensor
     v: torch.Tensor
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
 
 
 def _parameter(place: Placement, *shape: int) -> nn.Parameter:
@@ -108,6 +114,8 @@ class QKVProjection(PackedLinear):
             "k_cache": cache.k,
             "v_cache": cache.v,
             "slot_mapping": slot_mapping,
+            "k_scale": cache.k_scale,
+            "v_scale": cache.v_scale,
         }
         if fuses_projections(x, self.weight):
             qkv = echokernels.fused_qkv_rope(
@@ -204,6 +212,7 @@ class Attention(nn.Module):
 
     def forward(self, q: torch.Tensor, cache: KVCache, metadata: AttentionMetadata) -> torch.Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        scales: dict[str, Any] = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
         num_decodes = 0
         if (decodes := metadata.decodes) is not None:
             num_decodes = decodes.seqused_k.shape[0]
@@ -215,6 +224,7 @@ class Attention(nn.Module):
                 decodes.seqused_k,
                 softmax_scale=self.softmax_scale,
                 out=out[:num_decodes],
+                **scales,
             )
         if (chunks := metadata.chunks) is not None:
             echokernels.flash_attn_varlen(
@@ -229,5 +239,6 @@ class Attention(nn.Module):
                 causal=True,
                 softmax_scale=self.softmax_scale,
                 out=out[num_decodes:],
+                **scales,
             )
         return out

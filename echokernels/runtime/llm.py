@@ -90,7 +90,7 @@ class LLM:
         max_steps_in_flight: 2 lets the host prepare a step while the device runs the one before.
         warmup: on a GPU, compile every kernel now, with a bar on stderr if that is a terminal; else
         the requests that first need one wait for it.
-        engine_options: the fields of `EngineConfig`.
+        engine_options: the fields of `EngineConfig`, such as kv_cache_dtype="int8".
 
         Raises ValueError or TypeError for a model or an option that cannot be used, and tells why.
         """

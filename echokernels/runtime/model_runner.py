@@ -19,6 +19,7 @@ from echokernels.runtime.batch import ModelInput, pack_batch
 from echokernels.runtime.cache_memory import (
     CPU_CACHE_BYTES,
     allocate_caches,
+    cache_place,
     free_bytes,
     pages_within,
 )
@@ -68,11 +69,13 @@ class ModelRunner:
         """Allocates the KV cache: `config.num_pages` pages, or what memory allows.
 
         That is, on a GPU, its share `gpu_memory_utilization` less what is in use and what a full
-        step needs; on a CPU 1 GiB. Raises ValueError for limits beyond the model's or the memory's.
+        step needs; on a CPU 1 GiB. Raises ValueError for limits beyond the model's or the memory's,
+        and for a `kv_cache_dtype` that the GPU cannot compute with.
         """
         self.model = model
         self.model_config = model_config
         self.place = place
+        self._cache_place = cache_place(config.kv_cache_dtype, place)
         self._in_flight: list[StepHandle] = []
         self._caches: list[KVCache] = []
         max_model_len = _max_model_len(config, model_config)
@@ -80,7 +83,7 @@ class ModelRunner:
         if config.num_pages is None:
             num_pages = self._num_pages_that_fit(gpu_memory_utilization)
             self.config = dataclasses.replace(self.config, num_pages=num_pages)
-        self._caches = allocate_caches(model_config, self.num_pages, config.page_size, place)
+        self._caches = self._allocate(self.num_pages)
 
     @property
     def num_pages(self) -> int:
@@ -132,19 +135,23 @@ class ModelRunner:
         inputs = pack_sampling(batch, config.eos_token_ids, config.vocab_size, self.place.device)
         return sample_tokens(self.model.compute_logits(hidden), inputs)
 
+    def _allocate(self, num_pages: int) -> list[KVCache]:
+        page_size = self.config.page_size
+        return allocate_caches(self.model_config, num_pages, page_size, self._cache_place)
+
     def _num_pages_that_fit(self, gpu_memory_utilization: float) -> int:
         check_number("gpu_memory_utilization", gpu_memory_utilization, low=0, high=1)
-        device, dtype = self.place.device, self.place.dtype
+        device = self.place.device
         num_bytes = CPU_CACHE_BYTES
         if device.type == "cuda":
             num_bytes = free_bytes(device, gpu_memory_utilization, self._measure_step())
-        return pages_within(num_bytes, self.model_config, self.config, dtype)
+        return pages_within(num_bytes, self.model_config, self.config, self._cache_place.dtype)
 
     def _measure_step(self) -> int:
         """Bytes of GPU memory that the largest step needs beside weights and cache."""
         device = self.place.device
         # All sequences write to one page: the sizes are right.
-        self._caches = allocate_caches(self.model_config, 1, self.config.page_size, self.place)
+        self._caches = self._allocate(1)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         self.execute(_largest_step(self.config)).token_ids()
