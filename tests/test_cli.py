@@ -99,6 +99,24 @@ def test_generate_passes_the_sampling_options_on(
     ]
 
 
+def test_the_kv_cache_dtype_is_passed_on_and_told(
+    folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quantised = LLM(folder, device="cpu", num_pages=64, kv_cache_dtype="int8")
+    question = "A longer question, then?"
+    expected = answer(quantised, question)
+    assert expected != answer(llm, question)
+    args = ("--model", folder, "--device", "cpu", "--max-tokens", MAX_TOKENS)
+    args += ("--kv-cache-dtype", "int8")
+    assert run(monkeypatch, "generate", question, *args) == 0
+    out, err = capsys.readouterr()
+    assert out == expected + "\n"
+    assert "cpu float32 | int8 KV cache" in err
+    monkeypatch.setattr(sys, "stdin", io.StringIO(question))
+    assert run(monkeypatch, "chat", *args) == 0
+    assert capsys.readouterr().out == expected + "\n"
+
+
 def test_demo_finds_its_model_and_tells_the_ops(
     folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -131,6 +149,11 @@ def test_demo_finds_its_model_and_tells_the_ops(
         (("generate", "Hi", "--demo", "--model", "x"), 2, "give either a path or --demo"),
         (("generate", "--model", "x"), 2, "PROMPT"),
         (("generate", "Hi", "--demo", "--top-p", "2"), 1, "error: top_p is 2.0"),
+        (
+            ("generate", "Hi", "--demo", "--kv-cache-dtype", "int4"),
+            1,
+            "error: kv_cache_dtype is 'int4', must be one of auto, int8, fp8",
+        ),
         (("generate", "Hi", "--nonsense"), 2, "--nonsense"),
         (("nonsense",), 2, "nonsense"),
     ],

@@ -1,4 +1,8 @@
-"""A tiny random Llama, greedy in fp32, is token-exact with transformers, however it is scheduled.
+"""A tiny random Llama, greedy in fp32, is token-exact with transformers, however it is scheduled,
+and with KV caches of codes token-exact with the same arithmetic in plain PyTorch.
+
+A step reads every key from its page, its own tokens' too: so what a code is does not depend on how
+a prompt is cut into chunks, or on whether its pages were given up and computed again.
 
 Under TRITON_INTERPRET=1 one small case runs, through every kernel that a Llama needs.
 """
@@ -13,6 +17,7 @@ import torch
 
 from echokernels._target import INTERPRETED
 from echokernels.runtime import LLM, SamplingParams, layers
+from tests.quantised_llama import with_cache_of
 from tests.tiny_llama import greedy, save, tiny_llama
 
 NUM_TOKENS = 20
@@ -28,16 +33,21 @@ takes_long_interpreted = pytest.mark.skipif(INTERPRETED, reason="minutes in the 
 class Case:
     """A saved model and what transformers generates for each prompt."""
 
-    def __init__(self, folder: Path, seed: int = 0, **changes: Any) -> None:
+    def __init__(
+        self, folder: Path, kv_cache_dtype: str = "auto", seed: int = 0, **changes: Any
+    ) -> None:
+        self.kv_cache_dtype = kv_cache_dtype
         model = tiny_llama(seed, **changes)
         self.folder = save(model, folder, tokenizer=False)
+        model = with_cache_of(model, kv_cache_dtype)
         self.expected = [greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
 
     def assert_exact(
         self, device: torch.device, num_prompts: int = len(PROMPTS), **options: Any
     ) -> LLM:
         """Generates from the first `num_prompts` prompts at once, with `options` of the engine."""
-        llm = LLM(self.folder, device=device, dtype="float32", warmup=False, **options)
+        options |= {"dtype": "float32", "kv_cache_dtype": self.kv_cache_dtype, "warmup": False}
+        llm = LLM(self.folder, device=device, **options)
         outputs = [
             llm.engine.add_request(str(index), prompt, GREEDY)
             for index, prompt in enumerate(PROMPTS[:num_prompts])
@@ -52,9 +62,11 @@ class Case:
         return llm
 
 
-@pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return Case(tmp_path_factory.mktemp("llama"))
+@pytest.fixture(
+    scope="module", params=["auto", "int8", pytest.param("fp8", marks=takes_long_interpreted)]
+)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(tmp_path_factory.mktemp("llama"), request.param)
 
 
 @takes_long_interpreted
@@ -96,6 +108,8 @@ def test_tokens_known_late(case: Case, device: torch.device, steps_in_flight: in
 
 
 def test_small_mixed_batch_with_preemption(case: Case, device: torch.device) -> None:
+    if INTERPRETED and case.kv_cache_dtype != "auto":
+        pytest.skip("a minute in the interpreter, through the kernels of the next test")
     # 6 pages of 4 hold one whole request of at most 24 tokens and the beginning of another. Chunks
     # of 2 meet decodes in one step.
     llm = case.assert_exact(device, num_prompts=3, page_size=4, num_pages=6, max_prefill_chunk=2)
@@ -112,6 +126,7 @@ def test_fused_projections(
 
 
 @takes_long_interpreted
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -136,7 +151,9 @@ def test_fused_projections(
         ),
     ],
 )
-def test_any_shape(tmp_path: Path, device: torch.device, changes: dict[str, Any]) -> None:
-    Case(tmp_path, seed=1, **changes).assert_exact(
+def test_any_shape(
+    tmp_path: Path, device: torch.device, changes: dict[str, Any], kv_cache_dtype: str
+) -> None:
+    Case(tmp_path, kv_cache_dtype, seed=1, **changes).assert_exact(
         device, page_size=4, num_pages=256, max_prefill_chunk=17
     )

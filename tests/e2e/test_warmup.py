@@ -93,8 +93,13 @@ def mixed_traffic(llm: LLM, seed: int, num_requests: int = 24) -> list[str]:
 @pytest.mark.skipif(INTERPRETED, reason="interpreted kernels have no parameters to specialise")
 @pytest.mark.parametrize("page_size", [4, 16])
 @pytest.mark.parametrize("streamed_bytes", [_l2.STREAMED_BYTES, 10_240])  # never, within a chunk
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8"])
 def test_warmup_launches_all_that_traffic_does(
-    folder: Path, page_size: int, streamed_bytes: int, monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    page_size: int,
+    streamed_bytes: int,
+    kv_cache_dtype: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(_l2, "STREAMED_BYTES", streamed_bytes)
     monkeypatch.setattr(layers, "FUSED_TOKENS", 16)
@@ -103,6 +108,7 @@ def test_warmup_launches_all_that_traffic_does(
     )
     monkeypatch.setattr(layers, "_weight", layers._parameter)
     options: dict[str, Any] = {"page_size": page_size, "num_pages": 208 // page_size}
+    options["kv_cache_dtype"] = kv_cache_dtype
     llm = LLM(folder, device="cpu", dtype="bfloat16", **options, **LIMITS)
     with Launches() as ready:
         llm.engine.runner.warmup()
@@ -116,14 +122,16 @@ def test_warmup_launches_all_that_traffic_does(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("page_size", [4, 16])
 def test_nothing_compiles_after_warmup(
-    tmp_path: Path, cuda: torch.device, dtype: str, page_size: int
+    tmp_path: Path, cuda: torch.device, dtype: str, kv_cache_dtype: str, page_size: int
 ) -> None:
     # With heads of 64 and pages of 16 chunks go to the kernel for Hopper.
     heads = {} if page_size == 4 else {"head_dim": 64}
     folder = save(tiny_llama(**heads), tmp_path, tokenizer=False)
     pages: dict[str, Any] = {"page_size": page_size, "num_pages": 208 // page_size}
+    pages["kv_cache_dtype"] = kv_cache_dtype
     llm = LLM(folder, device=cuda, dtype=dtype, **pages, **LIMITS)
     with echokernels.no_jit():
         assert mixed_traffic(llm, seed=1) == []

@@ -188,6 +188,7 @@ def test_from_hf_names_wrong_types(field, value):
 def test_engine_defaults():
     config = EngineConfig()
     assert (config.page_size, config.max_num_seqs, config.max_num_batched_tokens) == (16, 256, 2048)
+    assert config.kv_cache_dtype == "auto"
     assert config.max_model_len is config.num_pages is config.max_prefill_chunk is None
 
 
@@ -200,6 +201,8 @@ def test_engine_defaults():
         ("max_num_seqs", 0),
         ("max_num_batched_tokens", 0),
         ("max_prefill_chunk", 0),
+        ("kv_cache_dtype", "int4"),
+        ("kv_cache_dtype", None),
         ("watermark", 1.01),
         ("watermark", -0.01),
         ("watermark", math.nan),
@@ -207,7 +210,7 @@ def test_engine_defaults():
     ],
 )
 def test_bad_engine_values_are_named(field, value):
-    with pytest.raises(ValueError, match=rf"{field} is {value}, must be"):
+    with pytest.raises(ValueError, match=rf"{field} is {value!r}, must be"):
         EngineConfig(**{field: value})
 
 

@@ -294,6 +294,11 @@ def test_dummy_weights_need_only_a_configuration(folder: Path, tmp_path: Path) -
             ValueError,
             "max_model_len is 257, must be at most 256, the model",
         ),
+        (
+            {"kv_cache_dtype": "int4"},
+            ValueError,
+            "kv_cache_dtype is 'int4', must be one of auto, int8, fp8",
+        ),
         ({"load_format": "pickle"}, ValueError, "load_format is 'pickle', must be one of auto"),
         ({"dtype": "int8"}, ValueError, "dtype is 'int8', must be auto, float32"),
         ({"device": "tpu9"}, ValueError, "device is 'tpu9', must be auto, cpu"),
