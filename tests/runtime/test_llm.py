@@ -326,9 +326,12 @@ def test_auto_is_float32_on_a_cpu_and_other_types_run(folder: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_gpu_pages_come_from_free_memory(folder: Path, cuda: torch.device) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_gpu_pages_come_from_free_memory(
+    folder: Path, cuda: torch.device, kv_cache_dtype: str
+) -> None:
     # A tiny model gets as many pages as it can use: 256 sequences of 256 tokens.
-    llm = LLM(folder, device=cuda)
+    llm = LLM(folder, device=cuda, kv_cache_dtype=kv_cache_dtype)
     assert llm.engine.runner.num_pages == 256 * 256 // 16
     assert llm.engine.runner.place.dtype == torch.float32  # the checkpoint's
     assert len(llm.generate(PROMPTS[0], GREEDY)[0].token_ids) == 8
