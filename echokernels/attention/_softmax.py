@@ -105,12 +105,12 @@ def online_softmax(s, m, l, scale):
 
 
 @triton.jit
-def online_softmax_of_codes(s, m, l, scale, v_scale):
-    """The same where values are v_scale * codes: weights are those of the codes."""
-    y = s * scale + tl.log2(v_scale)[None, :]
-    m_new = tl.maximum(m, tl.max(y, axis=1))
+def online_softmax_of_codes(s, m, l, v_scale):
+    """The same where values are v_scale * codes and s has log2(v_scale) in it: weights are those of
+    the codes."""
+    m_new = tl.maximum(m, tl.max(s, axis=1))
     m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p = tl.exp2(y - m_safe[:, None])
+    p = tl.exp2(s - m_safe[:, None])
     alpha = tl.exp2(m - m_safe)
     # A weight of 0 times NaN, of a token that is hidden, would be NaN.
     inverse = tl.where(v_scale == v_scale, 1.0 / v_scale, 0.0)
@@ -196,6 +196,14 @@ def attend(
             s *= scale * LOG2_E
         if slope is not None:
             s -= slope[:, None] * tl.abs(position[:, None] - n[None, :])
+        # What softcap or ALiBi has changed is scaled already.
+        BIASED: tl.constexpr = HAS_SOFTCAP or slope is not None
+        factor = 1.0 if BIASED else scale * LOG2_E
+        if v_scale_ptr is not None:
+            v_scale = load_scale(
+                v_scale_ptr, page, v_scale_stride_page, slot, v_scale_stride_slot, in_range, MASKED
+            )
+            s = s * factor + tl.log2(v_scale)[None, :]
         if MASKED:
             visible = in_range[None, :]
             if HAS_LEFT:
@@ -203,17 +211,10 @@ def attend(
             if HAS_RIGHT:
                 visible &= n[None, :] <= position[:, None] + window_right
             s = tl.where(visible, s, float("-inf"))
-        # What softcap or ALiBi has changed is scaled already.
-        BIASED: tl.constexpr = HAS_SOFTCAP or slope is not None
         if v_scale_ptr is not None:
-            v_scale = load_scale(
-                v_scale_ptr, page, v_scale_stride_page, slot, v_scale_stride_slot, in_range, MASKED
-            )
-            p, alpha, m, l = online_softmax_of_codes(
-                s, m, l, 1.0 if BIASED else scale * LOG2_E, v_scale
-            )
+            p, alpha, m, l = online_softmax_of_codes(s, m, l, v_scale)
         else:
-            p, alpha, m, l = online_softmax(s, m, l, 1.0 if BIASED else scale * LOG2_E)
+            p, alpha, m, l = online_softmax(s, m, l, factor)
         acc = acc * alpha[:, None] + dot(p.to(q.dtype), operand(v, q.dtype, UPCAST), UPCAST)
     return acc, m, l
 
