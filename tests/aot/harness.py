@@ -68,7 +68,9 @@ def _compile(kernel: Any, values: tuple[Any, ...], options: dict[str, Any], targ
     }
     for index, parameter in enumerate(kernel.params):
         value = given[parameter.name]
-        if parameter.is_constexpr or value is None:
+        # What is 1 is a constant to Triton as well.
+        is_one = isinstance(value, int) and value == 1 and not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or is_one:
             signature[parameter.name] = "constexpr"
             constants[index,] = value
             continue
