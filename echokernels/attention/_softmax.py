@@ -23,6 +23,8 @@ weight / v_scale in fp32.
 import triton
 import triton.language as tl
 
+from echokernels.quant._row import LEAST_SCALE
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -203,6 +205,8 @@ def attend(
             v_scale = load_scale(
                 v_scale_ptr, page, v_scale_stride_page, slot, v_scale_stride_slot, in_range, MASKED
             )
+            # What is less, as a writer's 0 for a row of zeros, has no logarithm to speak of.
+            v_scale = tl.where(v_scale < LEAST_SCALE, LEAST_SCALE, v_scale)
             s = s * factor + tl.log2(v_scale)[None, :]
         if MASKED:
             visible = in_range[None, :]

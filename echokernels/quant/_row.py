@@ -18,7 +18,7 @@ from echokernels._target import INTERPRETED, target_of
 LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 MIN_SCALE = 1e-12
 
-_MIN_SCALE = tl.constexpr(MIN_SCALE)
+LEAST_SCALE = tl.constexpr(MIN_SCALE)
 _INT8_LIMIT = tl.constexpr(LIMITS[torch.int8])
 _FP8_LIMIT = tl.constexpr(LIMITS[torch.float8_e4m3fn])
 _ROUND_FIRST = tl.constexpr(INTERPRETED)
@@ -45,7 +45,7 @@ def row_scale_of(absmax, DTYPE: tl.constexpr):
 
 @triton.jit
 def row_scale(absmax, LIMIT: tl.constexpr):
-    scale = tl.maximum(tl.div_rn(absmax, LIMIT), _MIN_SCALE)
+    scale = tl.maximum(tl.div_rn(absmax, LIMIT), LEAST_SCALE)
     # False for NaN too.
     return tl.where(absmax < float("inf"), scale, float("nan"))
 
