@@ -215,13 +215,6 @@ def check_biases(
     check_same_device("q", q, alibi_slopes=alibi_slopes, sinks=sinks)
 
 
-def scale_strides(k_scale: torch.Tensor | None, v_scale: torch.Tensor | None) -> tuple[int, ...]:
-    """Of page, slot and head, of both; zeros of none."""
-    if k_scale is None or v_scale is None:
-        return (0,) * 6
-    return *k_scale.stride(), *v_scale.stride()
-
-
 def alibi_stride(alibi_slopes: torch.Tensor | None) -> int:
     """From one sequence's slopes to the next one's: 0 if all share them."""
     return 0 if alibi_slopes is None or alibi_slopes.dim() == 1 else alibi_slopes.stride(0)

@@ -1,14 +1,14 @@
-"""The consumer of the Hopper decode for INT8 caches: codes become operands in registers.
+"""The attending side of the Hopper decode from INT8 pages: codes become operands in registers.
 
 A code is worth two instructions at most, or converting takes longer than loading. So bytes go from
 shared memory straight into the operand layout of mma.sync and become fp16 there, by permuting them
-under an exponent: 0x6400 | (x ^ 0x80) is 1024 + 128 + x. The order of a contraction is free, so a
-thread takes 16 consecutive bytes of a key, as it does of the query. Values are read as words of
-four channels of one token: words of two tokens are permuted into pairs of tokens of one channel,
-and four products give every fourth channel each. No byte is moved between threads.
+under an exponent: 0x6400 | (x ^ 0x80) is 1024 + 128 + x. Of keys the 1152 stays: what it adds to
+every score of a row is taken off where the product starts. Values are read as words of four
+channels of one token: words of two tokens are permuted into pairs of tokens of one channel, and
+four products give every fourth channel each. No byte is moved between threads.
 
-Each warp attends to its own 16 keys of a tile, with its own running maximum: warps meet at the end
-of a piece only. Scores are [keys, rows] and outputs [channels, rows], as with WGMMA, whose operands
+Each warp attends to its own keys of a tile, with its own running maximum: warps meet at the end of
+a piece only. Scores are [keys, rows] and outputs [channels, rows], as with WGMMA, whose operands
 would have to go back to shared memory.
 
 log2(v_scale) joins the score before the maximum is taken, weights multiply codes as they are, and
@@ -18,24 +18,27 @@ the denominator adds weight / v_scale (see `_softmax.py`).
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from echokernels.attention._hopper_memory import accumulator_layout
-from echokernels.attention._hopper_pieces import columns, rows_of
+from echokernels.attention._hopper_pieces import columns, fill_empty, finish, rows_of
+from echokernels.quant._row import MIN_SCALE
 
 _LOG2_E = gl.constexpr(1.4426950408889634)
 _NOTHING = gl.constexpr(float("-inf"))
-# Of scores and weights, [keys, rows] of all warps; and of outputs, [warp, channels, rows].
-_FLAT = gl.constexpr(
-    gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8])
-)
+_WARPS = gl.constexpr(4)
+# What `_to_biased_fp16` adds.
+_BIAS = gl.constexpr(1024.0 + 128.0)
+_LEAST_SCALE = gl.constexpr(MIN_SCALE)
+# Of scores and weights, [warp, keys, rows], and of outputs, [warp, channels, rows].
 _BY_WARP = gl.constexpr(
     gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1, 1], instr_shape=[1, 16, 8])
 )
+_Q_OPERAND = gl.constexpr(gl.DotOperandLayout(1, _BY_WARP.value, k_width=4))
 
 
 @gluon.jit
-def _to_fp16(x):
-    """Of int8, four to a register."""
+def _to_biased_fp16(x):
+    """x + _BIAS of int8, four to a register."""
     return gl.inline_asm_elementwise(
         """{
         .reg .b32 t, u;
@@ -43,9 +46,6 @@ def _to_fp16(x):
         mov.b32 u, 0x64646464;
         prmt.b32 $0, t, u, 0x4140;
         prmt.b32 $1, t, u, 0x4342;
-        mov.b32 u, 0x64806480;
-        sub.f16x2 $0, $0, u;
-        sub.f16x2 $1, $1, u;
         }""",
         "=r,=r,r",
         [x],
@@ -85,18 +85,84 @@ def _channels_to_fp16(words):
 
 
 @gluon.jit
-def attend_to_codes(k_ring, v_ring, used, first, count, seq, start, kv_head, q_len, k_len, call):
+def _log2(x):
+    """Of what is not denormal."""
+    return gl.inline_asm_elementwise(
+        "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _inverse(x):
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def make_sums(D: gl.constexpr, R: gl.constexpr):
+    """What warps leave for each other: outputs f32[warps * D // 4, R] of every fourth channel, four
+    times; largest scores and sums of weights f32[warps, R]."""
+    return (
+        _make_sums(_WARPS * D // 4, R), _make_sums(_WARPS * D // 4, R),
+        _make_sums(_WARPS * D // 4, R), _make_sums(_WARPS * D // 4, R),
+        _make_sums(_WARPS, R), _make_sums(_WARPS, R),
+    )  # fmt: skip
+
+
+@gluon.jit
+def _make_sums(ROWS: gl.constexpr, R: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    return gl.allocate_shared_memory(gl.float32, [ROWS, R], LAYOUT)
+
+
+@gluon.jit
+def consume_codes(k_ring, v_ring, scales, sums, shares, seq, tile, at, left, has_empty, call):
+    """Attends to the tiles of a share."""
+    if has_empty:
+        fill_empty(call)
+    kv_head = gl.program_id(0) % call.kv_heads
+    used = 0
+    start, q_len, k_len = call.lengths(seq, seq < call.num_seqs)
+    q = _load_queries(start, q_len, kv_head, seq < call.num_seqs, call)
+    while left > 0:
+        first, tiles = call.key_tiles(q_len, k_len)
+        count = gl.minimum(tiles - tile, left)
+        # The next sequence's are on their way while this one is attended to.
+        seq += 1
+        exists = seq < call.num_seqs
+        next_start, next_q_len, next_k_len = call.lengths(seq, exists)
+        next_q = _load_queries(next_start, next_q_len, kv_head, exists, call)
+        if count > 0:
+            acc, m, l, used = _attend(
+                q, k_ring, v_ring, scales, sums, used, first + tile, count, seq - 1, kv_head,
+                q_len, k_len, call,
+            )  # fmt: skip
+            finish(acc, m, l, tile, count, tiles, at, shares, start, q_len, kv_head, call)
+        left -= count
+        at += count
+        tile = 0
+        start = next_start
+        q_len = next_q_len
+        k_len = next_k_len
+        q = next_q
+
+
+@gluon.jit
+def _attend(
+    q, k_ring, v_ring, scales, sums, used, first, count, seq, kv_head, q_len, k_len, call
+):  # fmt: skip
     """(accumulator f32[block_d, rows], largest score, sum of weights [rows], used slots) after
     `count` tiles from the `first`."""
     S: gl.constexpr = call.S
     D: gl.constexpr = S.block_d
     N: gl.constexpr = S.block_n
     R: gl.constexpr = columns(S.most_rows)
-    W: gl.constexpr = N // 16  # warps
-    BY_ROW: gl.constexpr = gl.SliceLayout(0, _FLAT)
-    BY_KEY: gl.constexpr = gl.SliceLayout(1, _FLAT)
-    K_OPERAND: gl.constexpr = gl.DotOperandLayout(0, _FLAT, k_width=16)
-    Q_OPERAND: gl.constexpr = gl.DotOperandLayout(1, _FLAT, k_width=16)
+    W: gl.constexpr = _WARPS
+    OWN: gl.constexpr = N // W  # keys of a warp
+    BY_ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, _BY_WARP))
+    BY_KEY: gl.constexpr = gl.SliceLayout(2, _BY_WARP)
+    K_OPERAND: gl.constexpr = gl.DotOperandLayout(0, _BY_WARP, k_width=4)
     V_OPERAND: gl.constexpr = gl.DotOperandLayout(0, _BY_WARP, k_width=2)
     P_OPERAND: gl.constexpr = gl.DotOperandLayout(1, _BY_WARP, k_width=2)
     WORDS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=D, element_bitwidth=32, rank=2)
@@ -110,122 +176,141 @@ def attend_to_codes(k_ring, v_ring, used, first, count, seq, start, kv_head, q_l
     if S.has_alibi:
         ptr = call.slopes_ptr + seq.to(gl.int64) * call.slopes_stride + kv_head * S.group
         slope = gl.load(ptr + member, mask=exists, other=0.0) * _LOG2_E
-    q, unit = _load_queries(start, q_len, kv_head, call, R, Q_OPERAND)
-    # A score in units of the products of codes and scaled queries.
-    unit = gl.convert_layout(unit, BY_ROW)[None, :]
+    q, unit = _to_fp16(q)
+    # Of the products of codes and scaled queries.
+    unit = gl.convert_layout(unit, gl.SliceLayout(1, _BY_WARP)) * call.scale
+    unit = gl.expand_dims(unit, 1)
+    # What the bias of the codes adds to every score of a row.
+    bias = gl.sum(q.to(gl.float32), 1) * -_BIAS
+    bias = gl.expand_dims(gl.convert_layout(bias, gl.SliceLayout(1, _BY_WARP)), 1)
+    last = _of_rows(last)
+    position = _of_rows(position)
+    slope = _of_rows(slope)
 
-    key = gl.arange(0, N, layout=BY_KEY)
+    warp = gl.arange(0, W, layout=gl.SliceLayout(1, BY_KEY))
+    key = gl.arange(0, OWN, layout=gl.SliceLayout(0, BY_KEY))
+    key = gl.expand_dims(warp[:, None] * OWN + key[None, :], 2)
     m = gl.full([W, R], _NOTHING, gl.float32, gl.SliceLayout(1, _BY_WARP))
-    l = gl.zeros([W, 16, R], gl.float32, _BY_WARP)
-    zero = gl.zeros([N, R], gl.float32, _FLAT)
+    l = gl.zeros([W, OWN, R], gl.float32, _BY_WARP)
+    bias = gl.zeros([W, OWN, R], gl.float32, _BY_WARP) + bias
     acc0 = gl.zeros([W, D // 4, R], gl.float32, _BY_WARP)
     acc1 = gl.zeros([W, D // 4, R], gl.float32, _BY_WARP)
     acc2 = gl.zeros([W, D // 4, R], gl.float32, _BY_WARP)
     acc3 = gl.zeros([W, D // 4, R], gl.float32, _BY_WARP)
-    table_ptr = call.table_ptr + seq.to(gl.int64) * call.table_stride
-    at = first * N + key
-    page = _page(table_ptr, at, k_len, S.page_size)
-    k_scale, v_scale = _scales(page, at, k_len, kv_head, call)
-    page = _page(table_ptr, at + N, k_len, S.page_size)
     for i in range(count):
-        begin = (first + i) * N
-        at = begin + key
-        # Scales are on their way a tile ahead, and the table two.
-        next_k_scale, next_v_scale = _scales(page, at + N, k_len, kv_head, call)
-        page = _page(table_ptr, at + 2 * N, k_len, S.page_size)
+        at = (first + i) * N + key
         k_ring.wait_full(used)
-        k = k_ring.tile(used).load(K_OPERAND)
-        s = mma_v2(_to_fp16(k), q, zero)
-        k_ring.release(used)
-        s = s * k_scale[:, None] * unit
+        k = k_ring.tile(used).reshape([W, OWN, D]).load(K_OPERAND)
+        k_scale = scales.k_tiles.index(used % S.slots).reshape([W, OWN]).load(BY_KEY)
+        v_scale = scales.v_tiles.index(used % S.slots).reshape([W, OWN]).load(BY_KEY)
+        k_scale = gl.expand_dims(k_scale, 2)
+        v_scale = gl.expand_dims(v_scale, 2)
+        words = v_ring.tile(used)._reinterpret(gl.int32, [N, D // 4], WORDS)
+        words = words.reshape([W, OWN, D // 4]).permute((0, 2, 1)).load(V_OPERAND)
+        s = mma_v2(_to_biased_fp16(k), q, bias)
+        s = s * (k_scale * unit)
         if S.has_softcap:
-            twice = 2.0 * _LOG2_E * call.scale / call.cap
+            twice = 2.0 * _LOG2_E / call.cap
             s = call.cap - 2.0 * call.cap / (1.0 + gl.exp2(s * twice))
-        else:
-            s = s * call.scale
         if S.has_alibi:
-            s -= slope[None, :] * gl.abs(position[None, :] - at[:, None]).to(gl.float32)
-        s += gl.log2(v_scale)[:, None]
-        seen = at[:, None] <= last[None, :]
+            s -= slope * gl.abs(position - at).to(gl.float32)
+        v_scale = gl.where(v_scale < _LEAST_SCALE, _LEAST_SCALE, v_scale)
+        s += _log2(v_scale)
+        seen = at <= last
         if S.has_left:
-            seen = seen & (at[:, None] >= (position - call.window_left)[None, :])
+            seen = seen & (at >= position - call.window_left)
         s = gl.where(seen, s, _NOTHING)
-        by_warp = gl.convert_layout(s.reshape([W, 16, R]), _BY_WARP, assert_trivial=True)
-        top = gl.maximum(m, gl.max(by_warp, 1))
+        top = gl.maximum(m, gl.max(s, 1))
+        # A row that has seen no key yet: 0 makes every exponential 0, not NaN.
         finite = gl.where(top == _NOTHING, 0.0, top)
-        p = gl.exp2(by_warp - gl.expand_dims(finite, 1))
-        alpha = gl.exp2(m - finite)
+        p = gl.exp2(s - gl.expand_dims(finite, 1))
+        alpha = gl.expand_dims(gl.exp2(m - finite), 1)
         m = top
         # A weight of 0 times NaN, of a token that is hidden, would be NaN.
-        inverse = gl.where(v_scale == v_scale, 1.0 / v_scale, 0.0)[:, None] + zero
-        inverse = gl.convert_layout(inverse.reshape([W, 16, R]), _BY_WARP, assert_trivial=True)
-        alpha = gl.expand_dims(alpha, 1)
+        inverse = gl.where(v_scale == v_scale, _inverse(v_scale), 0.0)
         l = l * alpha + p * inverse
         weights = gl.convert_layout(p.to(gl.float16), P_OPERAND)
-        v_ring.wait_full(used)
-        words = v_ring.tile(used)._reinterpret(gl.int32, [N, D // 4], WORDS)
-        words = words.reshape([W, 16, D // 4]).permute((0, 2, 1)).load(V_OPERAND)
-        v_ring.release(used)
+        # TMA may overtake reads that are on their way: a barrier waits for none of them.
+        fence_async_shared()
+        k_ring.release(used)
         v0, v1, v2, v3 = _channels_to_fp16(words)
         acc0 = mma_v2(v0, weights, acc0 * alpha)
         acc1 = mma_v2(v1, weights, acc1 * alpha)
         acc2 = mma_v2(v2, weights, acc2 * alpha)
         acc3 = mma_v2(v3, weights, acc3 * alpha)
-        k_scale = next_k_scale
-        v_scale = next_v_scale
         used += 1
-
-    top = gl.max(m, 0)
-    finite = gl.where(top == _NOTHING, 0.0, top)
-    alpha = gl.expand_dims(gl.exp2(m - gl.expand_dims(finite, 0)), 1)
-    l = gl.sum(gl.sum(l * alpha, 1), 0)
-    # Channel 4 n + j of each word n.
-    even = gl.join(gl.sum(acc0 * alpha, 0), gl.sum(acc2 * alpha, 0))
-    odd = gl.join(gl.sum(acc1 * alpha, 0), gl.sum(acc3 * alpha, 0))
-    acc = gl.join(even, odd).permute((0, 2, 3, 1)).reshape([D, R])
-    L: gl.constexpr = accumulator_layout(R)
-    COLUMN: gl.constexpr = gl.SliceLayout(0, L)
-    return (
-        gl.convert_layout(acc, L),
-        gl.convert_layout(top, COLUMN),
-        gl.convert_layout(l, COLUMN),
-        used,
-    )
+    acc, m, l = _sum_of_warps(sums, acc0, acc1, acc2, acc3, m, gl.sum(l, 1))
+    return acc, m, l, used
 
 
 @gluon.jit
-def _load_queries(start, q_len, kv_head, call, R: gl.constexpr, layout: gl.constexpr):
-    """(fp16[block_d, rows], f32[rows]): their product. The second is a power of two, so that no
-    bf16 query is too large for fp16."""
+def _of_rows(x):
+    return gl.expand_dims(gl.expand_dims(x, 0), 0)
+
+
+@gluon.jit
+def _sum_of_warps(sums, acc0, acc1, acc2, acc3, m, l):
+    """(f32[D, R], largest score [R], sum of weights [R]). acc0 to acc3: every fourth channel,
+    [warps, D // 4, R]."""
+    outs0, outs1, outs2, outs3, tops, weights = sums
+    W: gl.constexpr = _WARPS
+    OWN: gl.constexpr = outs0.shape[0] // W  # rows of a warp
+    R: gl.constexpr = outs0.shape[1]
+    L: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [4, 1], [1, 0])
+    OUT: gl.constexpr = gl.BlockedLayout([4, 2], [8, 4], [4, 1], [1, 0])
+    COLUMN: gl.constexpr = gl.SliceLayout(0, OUT)
+    outs0.store(acc0.reshape([W * OWN, R]))
+    outs1.store(acc1.reshape([W * OWN, R]))
+    outs2.store(acc2.reshape([W * OWN, R]))
+    outs3.store(acc3.reshape([W * OWN, R]))
+    tops.store(m)
+    weights.store(l)
+    top = tops.slice(0, 1).load(L)
+    for warp in gl.static_range(1, W):
+        top = gl.maximum(top, tops.slice(warp, 1).load(L))
+    finite = gl.where(top == _NOTHING, 0.0, top)
+    l = gl.zeros([1, R], gl.float32, L)
+    acc0 = gl.zeros([OWN, R], gl.float32, L)
+    acc1 = acc0
+    acc2 = acc0
+    acc3 = acc0
+    for warp in gl.static_range(W):
+        alpha = gl.exp2(tops.slice(warp, 1).load(L) - finite)
+        l += alpha * weights.slice(warp, 1).load(L)
+        acc0 += alpha * outs0.slice(warp * OWN, OWN).load(L)
+        acc1 += alpha * outs1.slice(warp * OWN, OWN).load(L)
+        acc2 += alpha * outs2.slice(warp * OWN, OWN).load(L)
+        acc3 += alpha * outs3.slice(warp * OWN, OWN).load(L)
+    acc = gl.join(gl.join(acc0, acc2), gl.join(acc1, acc3)).permute((0, 2, 3, 1))
+    acc = gl.convert_layout(acc.reshape([4 * OWN, R]), OUT)
+    return acc, gl.convert_layout(gl.sum(top, 0), COLUMN), gl.convert_layout(gl.sum(l, 0), COLUMN)
+
+
+@gluon.jit
+def _load_queries(start, q_len, kv_head, exists, call):
+    """[warps, block_d, rows]: the same for each warp."""
     S: gl.constexpr = call.S
-    token, member, exists = rows_of(q_len, call, R, gl.SliceLayout(0, layout))
-    d = gl.arange(0, S.block_d, layout=gl.SliceLayout(1, layout))[:, None]
+    R: gl.constexpr = columns(S.most_rows)
+    ROWS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, _Q_OPERAND))
+    token, member, used = rows_of(q_len, call, R, ROWS)
+    d = gl.arange(0, S.block_d, layout=gl.SliceLayout(0, gl.SliceLayout(2, _Q_OPERAND)))
+    d = gl.expand_dims(gl.expand_dims(d, 0), 2)
+    warp = gl.arange(0, _WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, _Q_OPERAND)))
+    warp = gl.expand_dims(gl.expand_dims(warp, 1), 2)
     ptr = call.q_ptr + (kv_head * S.group + member).to(gl.int64) * call.q_stride_head
     ptr += (start + token).to(gl.int64) * call.q_stride_token
-    q = gl.load(ptr[None, :] + d, mask=exists[None, :] & (d < S.head_dim), other=0.0)
+    mask = _of_rows(used & exists) & (d < S.head_dim) & (warp >= 0)
+    return gl.load(_of_rows(ptr) + d + warp * 0, mask=mask, other=0.0)
+
+
+@gluon.jit
+def _to_fp16(q):
+    """(fp16, f32[warps, rows]): their product. The second is a power of two, so that no bf16 query
+    is too large for fp16."""
     q = q.to(gl.float32)
-    exponent = gl.max(q.to(gl.int32, bitcast=True) & 0x7F800000, 0)
+    exponent = gl.max(q.to(gl.int32, bitcast=True) & 0x7F800000, 1)
     # One of which the inverse is a normal number too.
     exponent = gl.minimum(gl.maximum(exponent, 1 << 23), 253 << 23)
     inverse = ((254 << 23) - exponent).to(gl.float32, bitcast=True)
-    return (q * inverse[None, :]).to(gl.float16), exponent.to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def _page(table_ptr, at, k_len, PAGE_SIZE: gl.constexpr):
-    return gl.load(table_ptr + at // PAGE_SIZE, mask=at < k_len, other=0)
-
-
-@gluon.jit
-def _scales(page, at, k_len, kv_head, call):
-    """(k_scale, v_scale) of keys; ones of none."""
-    S: gl.constexpr = call.S
-    page = page.to(gl.int64)
-    slot = (at % S.page_size).to(gl.int64)
-    head = kv_head.to(gl.int64)
-    exists = at < k_len
-    k = page * call.k_scale_stride_page + slot * call.k_scale_stride_slot
-    v = page * call.v_scale_stride_page + slot * call.v_scale_stride_slot
-    k_ptr = call.k_scale_ptr + head * call.k_scale_stride_head
-    v_ptr = call.v_scale_ptr + head * call.v_scale_stride_head
-    return gl.load(k_ptr + k, mask=exists, other=1.0), gl.load(v_ptr + v, mask=exists, other=1.0)
+    q = (q * gl.expand_dims(inverse, 1)).to(gl.float16)
+    return q, exponent.to(gl.float32, bitcast=True)

@@ -19,7 +19,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from echokernels.attention._hopper_codes import attend_to_codes
 from echokernels.attention._hopper_memory import (
     accumulator_layout,
     load_page_ids,
@@ -29,10 +28,8 @@ from echokernels.attention._hopper_memory import (
 from echokernels.attention._hopper_pieces import (
     columns,
     fill_empty,
-    merge_when_last,
+    finish,
     rows_of,
-    store_output,
-    store_piece,
 )
 
 _LOG2_E = gl.constexpr(1.4426950408889634)
@@ -40,8 +37,8 @@ _NOTHING = gl.constexpr(float("-inf"))
 
 
 @gluon.jit
-def produce(k_desc, v_desc, k_ring, v_ring, seq, tile, left, call):
-    """Loads the tiles of a share."""
+def produce(desc, ring, seq, tile, left, call):
+    """Loads the tiles of K, or of V, of a share."""
     S: gl.constexpr = call.S
     kv_head = gl.program_id(0) % call.kv_heads
     used = 0
@@ -55,8 +52,8 @@ def produce(k_desc, v_desc, k_ring, v_ring, seq, tile, left, call):
             at = first + tile + i
             # The table is read while the tile before waits for its place.
             next_ids = load_page_ids(table_ptr, at + 1, k_len, S.page_size, S.block_n)
-            load_pages(k_desc, ids, at, kv_head, k_ring, used, S.page_size)
-            load_pages(v_desc, ids, at, kv_head, v_ring, used, S.page_size)
+            full = ring.acquire(used)
+            load_pages(desc, ids, at, kv_head, ring.tile(used), full, S.page_size)
             ids = next_ids
             used += 1
         left -= count
@@ -65,11 +62,21 @@ def produce(k_desc, v_desc, k_ring, v_ring, seq, tile, left, call):
 
 
 @gluon.jit
-def consume(k_ring, v_ring, q_tile, p_tile, shares, seq, tile, at, left, has_empty, call):
+def make_operands(dtype: gl.constexpr, S: gl.constexpr):
+    """Shared memory of the queries and the weights, of which WGMMA takes both."""
+    R: gl.constexpr = columns(S.most_rows)
+    Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([R, S.block_d], dtype)
+    P_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([R, S.block_n], dtype)
+    q_tile = gl.allocate_shared_memory(dtype, [R, S.block_d], Q_LAYOUT)
+    return q_tile, gl.allocate_shared_memory(dtype, [R, S.block_n], P_LAYOUT)
+
+
+@gluon.jit
+def consume(k_ring, v_ring, operands, shares, seq, tile, at, left, has_empty, call):
     """Attends to the tiles of a share."""
     if has_empty:
         fill_empty(call)
-    S: gl.constexpr = call.S
+    q_tile, p_tile = operands
     kv_head = gl.program_id(0) % call.kv_heads
     used = 0
     while left > 0:
@@ -77,24 +84,13 @@ def consume(k_ring, v_ring, q_tile, p_tile, shares, seq, tile, at, left, has_emp
         first, tiles = call.key_tiles(q_len, k_len)
         count = gl.minimum(tiles - tile, left)
         if count > 0:
-            if S.has_codes:
-                acc, m, l, used = attend_to_codes(
-                    k_ring, v_ring, used, first + tile, count, seq, start, kv_head, q_len, k_len,
-                    call,
-                )  # fmt: skip
-            else:
-                _load_queries(q_tile, start, q_len, kv_head, call)
-                acc, m, l, used = _attend(
-                    k_ring, v_ring, q_tile, p_tile, used, first + tile, count, seq, kv_head, q_len,
-                    k_len, call,
-                )  # fmt: skip
-                l = gl.sum(l, 0)
-            if count == tiles:
-                store_output(acc, m, l, start, q_len, kv_head, call)
-            else:
-                store_piece(acc, m, l, gl.program_id(0), tile > 0, call)
-                low, high = shares.cuts_within(at - tile, at - tile + tiles)
-                merge_when_last(low - 1, high - low + 2, start, q_len, kv_head, call)
+            _load_queries(q_tile, start, q_len, kv_head, call)
+            acc, m, l, used = _attend(
+                k_ring, v_ring, q_tile, p_tile, used, first + tile, count, seq, kv_head, q_len,
+                k_len, call,
+            )  # fmt: skip
+            l = gl.sum(l, 0)
+            finish(acc, m, l, tile, count, tiles, at, shares, start, q_len, kv_head, call)
         left -= count
         at += count
         tile = 0

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from echokernels._gluon_compat import aggregate
@@ -34,6 +35,7 @@ class Shape(NamedTuple):
     has_lse: bool
     masks_all: bool  # key tiles: code for those that need no mask is left out
     stages_output: bool  # through shared memory, and stored by TMA
+    has_codes: bool  # INT8 pages, with scales
     has_list: bool  # of work, made by a kernel before
     has_cu_seqlens_k: bool
     has_seqused_k: bool
@@ -77,14 +79,21 @@ class Ring:
         mbarrier.wait(self.empty.index(use % SLOTS), ((use // SLOTS) & 1) ^ 1)
 
     @gluon.jit
-    def acquire(self, use):
-        """Waits until the slot is free. Returns the barrier that the loads into it arrive at."""
+    def acquire(self, use, TILES: gl.constexpr = 1):
+        """Waits until the slot is free. Returns the barrier that the loads into it arrive at, with
+        what it waits for: as many such tiles."""
         SIZE: gl.constexpr = self.tiles.dtype.primitive_bitwidth // 8
-        NUM_BYTES: gl.constexpr = self.tiles.shape[1] * self.tiles.shape[2] * SIZE
+        NUM_BYTES: gl.constexpr = TILES * self.tiles.shape[1] * self.tiles.shape[2] * SIZE
         self.wait_empty(use)
         full = self.full.index(use % self.tiles.shape[0])
         mbarrier.expect(full, NUM_BYTES)
         return full
+
+    @gluon.jit
+    def arrive_after_copies(self, use):
+        """For each thread of the partition, when what it copied by cp.async has arrived."""
+        full = self.full.index(use % self.tiles.shape[0])
+        async_copy.mbarrier_arrive(full, increment_count=False)
 
     @gluon.jit
     def send(self, use, numbers):
@@ -109,9 +118,25 @@ def make_ring(
     CONSUMERS: gl.constexpr, PRODUCERS: gl.constexpr = 1,
 ):  # fmt: skip
     """PRODUCERS: arrivals that fill a slot."""
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
-    tiles = gl.allocate_shared_memory(dtype, [SLOTS, ROWS, D], LAYOUT)
+    tiles = _make_tiles(dtype, SLOTS, ROWS, D)
     return _with_barriers(tiles, CONSUMERS, PRODUCERS)
+
+
+@gluon.jit
+def make_ring_beside(ring):
+    """As many tiles again, which share the barriers."""
+    SLOTS: gl.constexpr = ring.tiles.shape[0]
+    ROWS: gl.constexpr = ring.tiles.shape[1]
+    tiles = _make_tiles(ring.tiles.dtype, SLOTS, ROWS, ring.tiles.shape[2])
+    return Ring(tiles, ring.full, ring.empty)
+
+
+@gluon.jit
+def _make_tiles(
+    dtype: gl.constexpr, SLOTS: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr
+):  # fmt: skip
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
+    return gl.allocate_shared_memory(dtype, [SLOTS, ROWS, D], LAYOUT)
 
 
 @gluon.jit
@@ -158,10 +183,14 @@ def load_page_ids(table_ptr, tile, k_len, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.c
 
 
 @gluon.jit
-def load_pages(desc, ids, tile, head, ring, use, PAGE_SIZE: gl.constexpr):
-    """The key tile of the pages `ids`, one below the other."""
-    full = ring.acquire(use)
-    target = ring.tile(use)
+def load_pages_of(table_ptr, key, k_len, PAGE_SIZE: gl.constexpr):
+    """The page of each key; 0 of those beyond the sequence's end."""
+    return gl.load(table_ptr + key // PAGE_SIZE, mask=key < k_len, other=0)
+
+
+@gluon.jit
+def load_pages(desc, ids, tile, head, target, full, PAGE_SIZE: gl.constexpr):
+    """The key tile of the pages `ids`, one below the other. Arrives at the barrier `full`."""
     BLOCK_N: gl.constexpr = target.shape[0]
     D: gl.constexpr = target.shape[1]
     ROWS: gl.constexpr = min(PAGE_SIZE, BLOCK_N)

@@ -84,6 +84,18 @@ def store_piece(acc, m, l, program, is_end, call):
 
 
 @gluon.jit
+def finish(acc, m, l, tile, count, tiles, at, shares, start, q_len, kv_head, call):
+    """Stores what `count` of a sequence's tiles gave, from `tile` of it on, which is `at` of all;
+    or a piece, if others have more of its tiles."""
+    if count == tiles:
+        store_output(acc, m, l, start, q_len, kv_head, call)
+    else:
+        store_piece(acc, m, l, gl.program_id(0), tile > 0, call)
+        low, high = shares.cuts_within(at - tile, at - tile + tiles)
+        merge_when_last(low - 1, high - low + 2, start, q_len, kv_head, call)
+
+
+@gluon.jit
 def merge_when_last(first, count, start, q_len, kv_head, call):
     """Counts a piece of a sequence that was written, one of `count` from share `first` on. The
     program that counts the last one merges them all. Of many, it merges those of its group, and the

@@ -67,14 +67,6 @@ class DecodeCall:
     piece_out_ptr: gl.tensor  # f32[shares, kv_heads, 2, rows, head_dim]
     piece_lse_ptr: gl.tensor  # f32[shares, kv_heads, 2, rows], in base 2
     counter_ptr: gl.tensor  # i32[shares, kv_heads], zeros
-    k_scale_ptr: gl.tensor  # f32[num_pages, page_size, kv_heads]
-    k_scale_stride_page: gl.tensor
-    k_scale_stride_slot: gl.tensor
-    k_scale_stride_head: gl.tensor
-    v_scale_ptr: gl.tensor
-    v_scale_stride_page: gl.tensor
-    v_scale_stride_slot: gl.tensor
-    v_scale_stride_head: gl.tensor
     S: gl.constexpr  # a DecodeShape
 
     @gluon.jit

@@ -10,7 +10,7 @@ _TILE_DTYPES = GLUON_DTYPES | {torch.int8: gl.int8}
 
 def fills_tiles(page_size: int, block_n: int) -> bool:
     """A tile of keys is a number of whole pages, or a page a number of tiles."""
-    return page_size >= 16 and (block_n % page_size == 0 or page_size % block_n == 0)
+    return page_size >= 8 and (block_n % page_size == 0 or page_size % block_n == 0)
 
 
 def is_addressable(x: torch.Tensor) -> bool:

@@ -15,10 +15,12 @@ from echokernels._launch import counter, launch
 from echokernels._pdl import early_launch, let_next_start, wait_for_previous
 from echokernels._target import Target
 from echokernels.attention._arguments import alibi_stride, scale_strides
+from echokernels.attention._hopper_codes import consume_codes, make_sums
 from echokernels.attention._hopper_copies import THREADS, Pages, produce_by_copies
-from echokernels.attention._hopper_decode import consume, produce
-from echokernels.attention._hopper_memory import make_ring
+from echokernels.attention._hopper_decode import consume, make_operands, produce
+from echokernels.attention._hopper_memory import make_ring, make_ring_beside
 from echokernels.attention._hopper_pieces import columns
+from echokernels.attention._hopper_scales import Scales, make_scale_tiles, produce_scales
 from echokernels.attention._hopper_shares import DecodeCall, DecodeShape, share_of_program
 from echokernels.attention._hopper_tma import (
     GLUON_DTYPES,
@@ -36,10 +38,12 @@ _BLOCK_N = 64  # what WGMMA multiplies at once
 # Of the tiles on their way in a program. More put no more bytes in flight than memory needs, but
 # keep the programs of the next launch out of the SM, where they would wait ready to start.
 _TILE_BYTES = 64 * 1024
+_TILE_BYTES_OF_CODES = 48 * 1024
 # Two programs fit an SM: of one launch, or of two.
 _REGISTERS = 128
+LOADER_REGISTERS = gl.constexpr(64)
 # Queries stay in registers.
-_MOST_ROWS_OF_CODES = 16
+_MOST_ROWS_OF_CODES = 8
 SHARINGS = tuple(Sharing(_BLOCK_N, per_sm) for per_sm in (1, 2, 4))
 
 
@@ -123,38 +127,71 @@ def decode_hopper_kernel(
 ):
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     PRODUCERS: gl.constexpr = THREADS if S.has_copies else 1
-    tile_dtype: gl.constexpr = gl.int8 if S.has_codes else dtype
-    k_ring = make_ring(tile_dtype, S.slots, S.block_n, S.block_d, 1, PRODUCERS)
-    v_ring = make_ring(tile_dtype, S.slots, S.block_n, S.block_d, 1, PRODUCERS)
-    COLUMNS: gl.constexpr = columns(S.most_rows)
-    Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLUMNS, S.block_d], dtype)
-    P_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLUMNS, S.block_n], dtype)
-    q_tile = gl.allocate_shared_memory(dtype, [COLUMNS, S.block_d], Q_LAYOUT)
-    p_tile = gl.allocate_shared_memory(dtype, [COLUMNS, S.block_n], P_LAYOUT)
-    # A pointer that is absent is not used: any other takes its place.
+    # A warp of them copies scales beside the tiles that TMA loads.
+    K_PRODUCERS: gl.constexpr = 2 + 32 if S.has_codes and not S.has_copies else PRODUCERS
+    if S.has_codes:
+        k_ring = make_ring(gl.int8, S.slots, S.block_n, S.block_d, 1, K_PRODUCERS)
+        v_ring = make_ring_beside(k_ring)
+        scales = Scales(
+            k_scale_ptr, k_scale_stride_page, k_scale_stride_slot, k_scale_stride_head,
+            v_scale_ptr, v_scale_stride_page, v_scale_stride_slot, v_scale_stride_head,
+            make_scale_tiles(S.slots, S.block_n), make_scale_tiles(S.slots, S.block_n),
+        )  # fmt: skip
+        memory = make_sums(S.block_d, columns(S.most_rows))
+    else:
+        k_ring = make_ring(dtype, S.slots, S.block_n, S.block_d, 1, PRODUCERS)
+        v_ring = make_ring(dtype, S.slots, S.block_n, S.block_d, 1, PRODUCERS)
+        memory = make_operands(dtype, S)
+        scales = k_ring
+    # What is absent is not used: anything else takes its place.
     call = DecodeCall(
         num_seqs, kv_heads, rows, window_left, window_right, scale, cap, q_ptr, q_stride_token,
         q_stride_head, seqused_k_ptr, cu_seqlens_q_ptr if S.has_boundaries else seqused_k_ptr,
         table_ptr, table_stride, slopes_ptr if S.has_alibi else seqused_k_ptr, slopes_stride,
         sinks_ptr if S.has_sinks else seqused_k_ptr, out_ptr, out_stride_token, out_stride_head,
         lse_ptr if S.has_lse else piece_lse_ptr, lse_stride_head, lse_stride_token, piece_out_ptr,
-        piece_lse_ptr, counter_ptr, k_scale_ptr if S.has_codes else piece_lse_ptr,
-        k_scale_stride_page, k_scale_stride_slot, k_scale_stride_head,
-        v_scale_ptr if S.has_codes else piece_lse_ptr,
-        v_scale_stride_page, v_scale_stride_slot, v_scale_stride_head, S,
+        piece_lse_ptr, counter_ptr, S,
     )  # fmt: skip
     wait_for_previous(PDL)
     shares, seq, tile, at, left, has_empty = share_of_program(call, BLOCK_SEQS)
     let_next_start(PDL)
-    uses = (k_ring, v_ring, q_tile, p_tile, shares, seq, tile, at, left, has_empty, call)
+    uses = (k_ring, v_ring, scales, memory, shares, seq, tile, at, left, has_empty, call)
     if S.has_copies:
         k_pages = Pages(k, k_stride_page, k_stride_slot, k_stride_head)
         v_pages = Pages(v, v_stride_page, v_stride_slot, v_stride_head)
-        loads = (k_pages, v_pages, k_ring, v_ring, seq, tile, left, call)
-        gl.warp_specialize([(consume, uses), (produce_by_copies, loads)], [4], [64])
+        loads = (k_pages, v_pages, k_ring, v_ring, scales, seq, tile, left, call)
+        gl.warp_specialize([(_attend, uses), (produce_by_copies, loads)], [4], [LOADER_REGISTERS])
     else:
-        loads = (k, v, k_ring, v_ring, seq, tile, left, call)
-        gl.warp_specialize([(consume, uses), (produce, loads)], [1], [64])
+        k_loads = (k, k_ring, seq, tile, left, call)
+        v_loads = (v, v_ring, seq, tile, left, call)
+        if S.has_codes:
+            scale_loads = (scales, k_ring, seq, tile, left, call)
+            gl.warp_specialize(
+                [
+                    (_attend, uses),
+                    (produce, k_loads),
+                    (produce, v_loads),
+                    (produce_scales, scale_loads),
+                ],
+                [1, 1, 1],
+                [LOADER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS],
+            )
+        else:
+            gl.warp_specialize(
+                [(_attend, uses), (produce, k_loads), (produce, v_loads)],
+                [1, 1],
+                [LOADER_REGISTERS, LOADER_REGISTERS],
+            )
+
+
+@gluon.jit
+def _attend(k_ring, v_ring, scales, memory, shares, seq, tile, at, left, has_empty, call):
+    if call.S.has_codes:
+        consume_codes(
+            k_ring, v_ring, scales, memory, shares, seq, tile, at, left, has_empty, call
+        )  # fmt: skip
+    else:
+        consume(k_ring, v_ring, memory, shares, seq, tile, at, left, has_empty, call)
 
 
 def can_run(
@@ -228,7 +265,9 @@ def launch_hopper(
     group = heads // kv_heads
     rows = _rows(q, kv_heads, max_seqlen_q)
     block_d = triton.next_power_of_2(head_dim)
-    keys, per_sm = sharing(q.device, target, head_dim, q.dtype, group, num_seqs * kv_heads)
+    kind = head_dim, k_cache.dtype, group, num_seqs * kv_heads
+    keys, per_sm = sharing(q.device, target, *kind)
+    tile_bytes = _TILE_BYTES if k_scale is None else _TILE_BYTES_OF_CODES
     programs = num_shares(kv_heads, per_sm, target.num_sms) * kv_heads
     piece_out, piece_lse = partials(workspace, q, programs * 2 * rows)
     caches = k_cache, v_cache
@@ -237,7 +276,7 @@ def launch_hopper(
         head_dim=head_dim,
         block_d=block_d,
         block_n=keys,
-        slots=_TILE_BYTES // (2 * k_cache.element_size() * keys * block_d),
+        slots=tile_bytes // (2 * k_cache.element_size() * keys * block_d),
         group=group,
         most_rows=triton.next_power_of_2(rows),
         page_size=page_size,

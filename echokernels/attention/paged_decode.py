@@ -3,7 +3,8 @@
 Decoding reads the whole cache for little arithmetic, so the keys of a sequence are split among
 several programs. By default the keys of all sequences together are cut into equal shares, by a
 kernel for Hopper (`decode_hopper.py`) or a portable one (`_decode_shares.py`). Splits that are
-forced, or independent of the batch, are chunks of each sequence (`_decode_chunks.py`).
+forced or independent of the batch, and batches of very many sequences, are chunks of each sequence
+(`_decode_chunks.py`).
 
 Grid and workspace follow from capacity alone; every program finds its part from `seqused_k` on the
 device. One captured graph therefore serves any lengths, and rows padded with length 0 get 0 and

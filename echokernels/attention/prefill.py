@@ -305,7 +305,7 @@ def _launch(
         window = (window_left, 0 if causal else window_right)
         prefill_hopper.launch_hopper(
             tile, target, out, lse, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table,
-            softmax_scale, window, softcap, alibi_slopes, sinks,
+            softmax_scale, window, softcap, alibi_slopes, sinks, k_scale, v_scale,
         )  # fmt: skip
         return
     head_dim, kv_heads = q.shape[2], k.shape[-2]
@@ -340,7 +340,8 @@ def _launch(
         *q.stride()[:2],
         *(k.stride()[:3] if paged else (0, *k.stride()[:2])),
         *(v.stride()[:3] if paged else (0, *v.stride()[:2])),
-        *scale_strides(k_scale, v_scale),
+        *scale_strides(k_scale),
+        *scale_strides(v_scale),
         block_table.stride(0) if block_table is not None else 0,
         alibi_stride(alibi_slopes),
         softmax_scale,

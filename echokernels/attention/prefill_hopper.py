@@ -17,13 +17,15 @@ from triton.experimental.gluon import language as gl
 from echokernels._launch import counter, launch, scratch
 from echokernels._target import Target
 from echokernels._tuning import TileConfig
-from echokernels.attention._arguments import alibi_stride
+from echokernels.attention._arguments import alibi_stride, scale_strides
 from echokernels.attention._hopper_consumer import consume
+from echokernels.attention._hopper_convert import convert
 from echokernels.attention._hopper_memory import (
     BLOCK_ROWS,
     Shape,
     load_page_ids,
     load_pages,
+    load_pages_of,
     load_rows,
     make_number_ring,
     make_ring,
@@ -38,6 +40,7 @@ from echokernels.attention._hopper_order import (
     take_item,
     work_of,
 )
+from echokernels.attention._hopper_scales import Scales, key_layout, make_scale_tiles
 from echokernels.attention._hopper_tma import (
     GLUON_DTYPES,
     descriptor,
@@ -56,12 +59,15 @@ _LOG2_E = 1.4426950408889634
 
 @gluon.jit
 def _produce(
-    q_desc, k_desc, v_desc, works, q_ring, k_ring, v_ring, counter_ptr, places, lengths, call
-):
-    """Takes items; loads the queries of each, and its key tiles from the last to the first."""
+    q_desc, k_desc, v_desc, works, q_ring, k_ring, v_ring, scales, counter_ptr, places, lengths,
+    call,
+):  # fmt: skip
+    """Takes items; loads the queries of each, and its key tiles from the last to the first. Of
+    codes the scales as well."""
     S: gl.constexpr = call.S
     CONSUMERS: gl.constexpr = S.consumers
     PAGE_SIZE: gl.constexpr = S.page_size
+    number = gl.arange(0, S.block_n, layout=key_layout(1))
     used = 0
     turn = 0
     work = work_of(gl.program_id(0), places, lengths, call)
@@ -78,7 +84,14 @@ def _produce(
             else:
                 table_ptr = call.table_ptr + work.seq.to(gl.int64) * call.table_stride
                 ids = load_page_ids(table_ptr, tile, work.k_len, PAGE_SIZE, S.block_n)
-                load_pages(k_desc, ids, tile, kv_head, k_ring, used, PAGE_SIZE)
+                full = k_ring.acquire(used)
+                load_pages(k_desc, ids, tile, kv_head, k_ring.tile(used), full, PAGE_SIZE)
+                if S.has_codes:
+                    key = tile * S.block_n + number
+                    exists = key < work.k_len
+                    page = load_pages_of(table_ptr, key, work.k_len, PAGE_SIZE)
+                    scales.copy_k(used, page, key % PAGE_SIZE, kv_head, exists)
+                    k_ring.arrive_after_copies(used)
             if i == 0:
                 # After the first keys: the place of the queries is taken for longer.
                 for c in gl.static_range(CONSUMERS):
@@ -87,7 +100,11 @@ def _produce(
             if PAGE_SIZE == 0:
                 load_rows(v_desc, row, kv_head, v_ring, used)
             else:
-                load_pages(v_desc, ids, tile, kv_head, v_ring, used, PAGE_SIZE)
+                full = v_ring.acquire(used)
+                load_pages(v_desc, ids, tile, kv_head, v_ring.tile(used), full, PAGE_SIZE)
+                if S.has_codes:
+                    scales.copy_v(used, page, key % PAGE_SIZE, kv_head, exists)
+                    v_ring.arrive_after_copies(used)
             used += 1
             if i == gl.minimum(end - begin - 1, 1):
                 # Now, for two tiles give the time that finding it takes.
@@ -118,7 +135,9 @@ def _consume_2(out_desc, out_tiles, works, q_ring, k_ring, v_ring, call):
     do_not_specialize=[
         "cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "seqused_k_ptr", "num_seqs", "most_keys",
         "keys_in_l2", "window_left", "window_right", "table_ptr", "table_stride", "heads", "group",
-        "lse_stride_head", "lse_stride_token", "slopes_stride",
+        "lse_stride_head", "lse_stride_token", "slopes_stride", "k_scale_ptr", "v_scale_ptr",
+        "k_scale_stride_page", "k_scale_stride_slot", "k_scale_stride_head", "v_scale_stride_page",
+        "v_scale_stride_slot", "v_scale_stride_head",
     ]
 )  # fmt: skip
 def _prefill_hopper_kernel(
@@ -137,6 +156,14 @@ def _prefill_hopper_kernel(
     table_ptr,  # [num_seqs, max_pages], or None
     slopes_ptr,  # f32[heads] or [num_seqs, heads], or None
     sinks_ptr,  # [heads], or None
+    k_scale_ptr,  # f32[num_pages, page_size, kv_heads] of codes, or None
+    v_scale_ptr,
+    k_scale_stride_page,
+    k_scale_stride_slot,
+    k_scale_stride_head,
+    v_scale_stride_page,
+    v_scale_stride_slot,
+    v_scale_stride_head,
     num_seqs,
     most_keys,  # that a query tile sees
     heads,
@@ -155,6 +182,7 @@ def _prefill_hopper_kernel(
     S: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     LOADER_REGISTERS: gl.constexpr,
+    CONVERTER_REGISTERS: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
     q_ring = make_ring(dtype, S.consumers * S.q_slots, BLOCK_ROWS, S.block_d, 1)
@@ -165,7 +193,7 @@ def _prefill_hopper_kernel(
         out_tiles = gl.allocate_shared_memory(
             dtype, [S.consumers, BLOCK_ROWS, S.block_d], q_ring.tiles.layout
         )
-    works = make_number_ring(8, S.consumers)
+    works = make_number_ring(8, S.consumers + S.has_codes)
     # A pointer that is absent is not used: any other takes its place.
     call = Call(
         heads, group, keys_in_l2, window_left, window_right, scale, cap,
@@ -179,27 +207,50 @@ def _prefill_hopper_kernel(
         cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr, num_seqs, most_keys, S
     )
     places = WorkList(records_ptr, gl.load(num_tiles_ptr)) if S.has_list else make_table(lengths)
-    loads = (
-        q_desc, k_desc, v_desc, works, q_ring, k_ring, v_ring, counter_ptr, places, lengths, call,
-    )  # fmt: skip
     uses = (out_desc, out_tiles, works, q_ring, k_ring, v_ring, call)
-    if S.consumers == 2:
+    if S.has_codes:
+        # A warp's copies of scales arrive beside the codes.
+        k_codes = make_ring(gl.int8, 1, S.block_n, S.block_d, 1, 1 + 32)
+        v_codes = make_ring(gl.int8, 1, S.block_n, S.block_d, 1, 1 + 32)
+        scales = Scales(
+            k_scale_ptr, k_scale_stride_page, k_scale_stride_slot, k_scale_stride_head,
+            v_scale_ptr, v_scale_stride_page, v_scale_stride_slot, v_scale_stride_head,
+            make_scale_tiles(1, S.block_n), make_scale_tiles(1, S.block_n),
+        )  # fmt: skip
+        converts = (works, k_codes, v_codes, scales, k_ring, v_ring, call)
+        loads = (
+            q_desc, k_desc, v_desc, works, q_ring, k_codes, v_codes, scales, counter_ptr, places,
+            lengths, call,
+        )  # fmt: skip
         gl.warp_specialize(
-            [(_consume_0, uses), (_consume_1, uses), (_produce, loads)],
-            [4, 1],
-            [CONSUMER_REGISTERS, LOADER_REGISTERS],
+            [(_consume_0, uses), (_consume_1, uses), (convert, converts), (_produce, loads)],
+            [4, 4, 1],
+            [CONSUMER_REGISTERS, CONVERTER_REGISTERS, LOADER_REGISTERS],
         )
     else:
-        gl.warp_specialize(
-            [(_consume_0, uses), (_consume_1, uses), (_consume_2, uses), (_produce, loads)],
-            [4, 4, 1],
-            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, LOADER_REGISTERS],
-        )
+        loads = (
+            q_desc, k_desc, v_desc, works, q_ring, k_ring, v_ring, works, counter_ptr, places,
+            lengths, call,
+        )  # fmt: skip
+        if S.consumers == 2:
+            gl.warp_specialize(
+                [(_consume_0, uses), (_consume_1, uses), (_produce, loads)],
+                [4, 1],
+                [CONSUMER_REGISTERS, LOADER_REGISTERS],
+            )
+        else:
+            gl.warp_specialize(
+                [(_consume_0, uses), (_consume_1, uses), (_consume_2, uses), (_produce, loads)],
+                [4, 4, 1],
+                [CONSUMER_REGISTERS, CONSUMER_REGISTERS, LOADER_REGISTERS],
+            )
 
 
 # Registers of a consumer's and of the loading warp's threads, multiples of 8. With the three idle
 # warps beside that one they make what the launch took: 168 a thread of 12 warps, 128 of 16.
 _REGISTERS = {2: (232, 40), 3: (160, 32)}
+# The same of codes, and of a converting warp's, of 16 warps.
+_REGISTERS_OF_CODES = 208, 48, 48
 
 
 def config(head_dim: int) -> TileConfig:
@@ -224,7 +275,11 @@ def can_run(
     softmax_scale: float,
 ) -> bool:
     """Whether the kernel takes this call: what TMA cannot address is left to the portable one."""
-    if not target.runs_hopper_kernels or q.dtype not in GLUON_DTYPES or k.dtype != q.dtype:
+    if (
+        not target.runs_hopper_kernels
+        or q.dtype not in GLUON_DTYPES
+        or (k.dtype != q.dtype and not (k.dtype == torch.int8 and q.shape[-1] in (96, 128)))
+    ):
         return False
     head_dim = q.shape[-1]
     if k.shape[0] == 0 or num_seqs > _MOST_SEQS:
@@ -253,6 +308,8 @@ def launch_hopper(
     softcap: float,
     alibi_slopes: torch.Tensor | None,
     sinks: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
 ) -> None:
     """window: (left, right), -1 for all."""
     heads, head_dim = q.shape[1:]
@@ -268,6 +325,7 @@ def launch_hopper(
         has_lse=lse is not None,
         # With softcap and a window a loop without masks would not fit the registers.
         masks_all=softcap > 0 and window[0] >= 0,
+        has_codes=k_scale is not None,
         has_list=num_seqs > TABLE.value,
         has_cu_seqlens_k=cu_seqlens_k is not None,
         has_seqused_k=seqused_k is not None,
@@ -283,7 +341,8 @@ def launch_hopper(
             num_warps=4,
         )  # fmt: skip
     key_rows = min(shape.page_size or tile.block_n, tile.block_n)
-    consumer_registers, loader_registers = _REGISTERS[shape.consumers]
+    registers = _REGISTERS_OF_CODES if shape.has_codes else (*_REGISTERS[shape.consumers], 0)
+    consumer_registers, loader_registers, converter_registers = registers
     launch(
         _prefill_hopper_kernel,
         (target.num_sms,),
@@ -298,6 +357,10 @@ def launch_hopper(
         block_table,
         alibi_slopes,
         sinks,
+        k_scale,
+        v_scale,
+        *scale_strides(k_scale),
+        *scale_strides(v_scale),
         num_seqs,
         most_keys,
         heads,
@@ -313,6 +376,7 @@ def launch_hopper(
         S=shape,
         CONSUMER_REGISTERS=consumer_registers,
         LOADER_REGISTERS=loader_registers,
+        CONVERTER_REGISTERS=converter_registers,
         num_warps=4,
     )
 

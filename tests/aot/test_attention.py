@@ -264,12 +264,28 @@ def test_decode_hopper_from_codes(head_dim, variant):
     assert not [line for line in product_loop(kernel) if re.search(r"\bSTS\b", line)]
 
 
+@pytest.mark.parametrize("head_dim", [96, 128])
+def test_prefill_hopper_from_codes(head_dim):
+    args = prefill_args(head_dim, torch.bfloat16, 4096, codes=torch.int8, page_size=16)
+    kernel = compile_op("flash_attn_varlen", "sm_90", *args)[-1]
+    assert kernel.name == "_prefill_hopper_kernel"
+    # Scores of 128 channels and outputs of 128 keys, 16 at a time.
+    attending = [body for body in loops(kernel) if count(body, "HGMMA") == 8 + 8]
+    # A loop of both for each consumer; what is around them may spill.
+    for body in sorted(attending, key=len)[:4]:
+        assert not count(body, "STL") + count(body, "LDL")
+
+
+def count(body, instruction):
+    return sum(bool(re.search(rf"\b{instruction}\b", line)) for line in body)
+
+
 def test_hopper_leaves_other_codes_alone():
     fp8, wide = (
         decode_args(128, torch.bfloat16, **variant)
         for variant in ({"codes": torch.float8_e4m3fn}, {"codes": torch.int8, "queries": 8})
     )
-    prefill = prefill_args(128, torch.bfloat16, 4096, codes=torch.int8, page_size=16)
+    prefill = prefill_args(64, torch.bfloat16, 4096, codes=torch.int8, page_size=16)
     for op, args in (
         ("paged_attention", fp8),
         ("paged_attention", wide),

@@ -502,10 +502,10 @@ def test_bad_arguments(change, error, message):
 
 
 @pytest.mark.parametrize("name", ["k_scale", "v_scale"])
-def test_what_is_not_supported_yet_is_refused(name):
+def test_scales_of_keys_that_are_not_codes_are_refused(name):
     zeros, cu_seqlens = torch.zeros(4, 2, 16), torch.tensor([0, 4], dtype=torch.int32)
     options = dict.fromkeys(("alibi_slopes", "sinks", "k_scale", "v_scale")) | {name: zeros[0, 0]}
-    with pytest.raises(ValueError, match=f"{name} is given, must be None: .* not supported yet"):
+    with pytest.raises(ValueError, match=f"{name} is given, must be None: k.dtype is .* no scales"):
         torch.ops.echo.flash_attn_varlen(
             zeros, None, zeros, zeros, zeros, cu_seqlens, cu_seqlens, None, None, 4, 4, 1.0, True,
             -1, -1, 0.0, *options.values(),

@@ -54,7 +54,7 @@ def make_case(k_lens, heads, head_dim, page_size, dtype, code, device, gen, q_le
     k_lens=st.lists(st.sampled_from([0, 1, 5, 64, 129, 300]), min_size=1, max_size=4),
     heads=st.sampled_from([(2, 2), (8, 2), (5, 1), (20, 1)]),
     head_dim=st.sampled_from([8, 64, 80, 128, 256]),
-    page_size=st.sampled_from([1, 7, 16, 48]),
+    page_size=st.sampled_from([1, 7, 8, 16, 48]),
     dtype=dtypes,
     code=codes,
     head_major=st.booleans(),
@@ -90,7 +90,7 @@ def test_decode(
     ),
     heads=st.sampled_from([(2, 2), (8, 2), (5, 1)]),
     head_dim=st.sampled_from([16, 64, 96, 128]),
-    page_size=st.sampled_from([1, 16, 48]),
+    page_size=st.sampled_from([1, 8, 16, 48]),
     dtype=dtypes,
     code=codes,
     features=features,
@@ -167,6 +167,34 @@ def test_a_token_with_a_nan_scale_hides_nothing(device):
         **scales,
     )  # fmt: skip
     assert hidden.isfinite().all()
+
+
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("q_len", [1, 40])
+def test_scales_of_zero(device, code, q_len):
+    """Rows of zeros as another writer may leave them: keys like any other, of no value."""
+    gen = generator(0)
+    dtype = torch.float16 if INTERPRETED else torch.bfloat16
+    q, cache, scales = make_case([200], (4, 2), 128, 16, dtype, code, device, gen, [q_len])
+    pages = cache.block_table[0, :5].tolist()
+    for name, rows in (("k_scale", cache.keys), ("v_scale", cache.values)):
+        scales[name][pages, 3:9] = 0.0
+        for i in range(5):
+            rows[0][16 * i + 3 : 16 * i + 9] = 0.0
+    boundaries = torch.tensor([0, q_len], device=device)
+    if q_len == 1:
+        out, lse = paged_attention(
+            q, cache.k_cache, cache.v_cache, cache.block_table, cache.seqused_k, return_lse=True,
+            **scales,
+        )  # fmt: skip
+    else:
+        out, lse = flash_attn_varlen(
+            q, cache.k_cache, cache.v_cache, boundaries, seqused_k=cache.seqused_k,
+            block_table=cache.block_table, max_seqlen_q=q_len, causal=True, return_lse=True,
+            **scales,
+        )  # fmt: skip
+    want = attend_ragged(q, cache.keys, cache.values, [q_len], 128**-0.5, Features(True))
+    check(out, lse, *want, cache.values)
 
 
 def errors(case):
