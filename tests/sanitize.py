@@ -24,6 +24,7 @@ VARIANTS: dict[str, tuple[int, torch.dtype, int, int, dict[str, Any]]] = {
     "softcap": (128, torch.bfloat16, 3, 0, {"softcap": 20.0}),
     "biased": (128, torch.bfloat16, 3, 0, {"causal": True, "biased": True}),
     "pages": (128, torch.bfloat16, 3, 16, CAUSAL),
+    "codes": (128, torch.bfloat16, 3, 16, {"causal": True, "codes": True}),
     "d64": (64, torch.bfloat16, 3, 0, CAUSAL),
     "d64-pages": (64, torch.float16, 3, 64, CAUSAL),
     "d96": (96, torch.bfloat16, 3, 0, CAUSAL),
@@ -35,6 +36,9 @@ DECODES: dict[str, tuple[int, torch.dtype, int, int, dict[str, Any]]] = {
     "decode-many": (128, torch.bfloat16, 200, 16, {}),  # two programs on an SM
     "decode-d64": (64, torch.float16, 3, 64, {"window": (70, -1), "softcap": 20.0}),
     "decode-biased": (96, torch.bfloat16, 3, 256, {"biased": True}),
+    "decode-copies": (128, torch.bfloat16, 200, 1, {}),
+    "decode-codes": (128, torch.bfloat16, 200, 16, {"codes": True}),
+    "decode-codes-copies": (64, torch.float16, 3, 3, {"codes": True}),
 }
 
 
@@ -58,6 +62,10 @@ def inputs(
     options["block_table"] = torch.randperm(num_seqs * pages, device="cuda").view(-1, pages)
     options["seqused_k"] = cu_seqlens.diff()
     k, v = (randn(num_seqs * pages, page_size, KV_HEADS, head_dim) for _ in range(2))
+    if options.pop("codes", False):
+        k, v = (torch.randint_like(x, -127, 128, dtype=torch.int8) for x in (k, v))
+        for name in ("k_scale", "v_scale"):
+            options[name] = torch.rand(k.shape[:3], device="cuda") / 64
     return [q, k, v, cu_seqlens], options
 
 
