@@ -9,7 +9,8 @@ _TILE_DTYPES = GLUON_DTYPES | {torch.int8: gl.int8}
 
 
 def fills_tiles(page_size: int, block_n: int) -> bool:
-    """A tile of keys is a number of whole pages, or a page a number of tiles."""
+    """A tile of keys is a number of whole pages, or a page a number of tiles. Eight rows are what
+    the order of a tile in shared memory repeats after."""
     return page_size >= 8 and (block_n % page_size == 0 or page_size % block_n == 0)
 
 

@@ -50,6 +50,8 @@ from echokernels.attention._hopper_tma import (
 )
 from echokernels.attention._hopper_work import Call, key_tiles, send_work
 
+# Of a page: smaller ones take more loads than a warp has time for.
+_LEAST_SLOTS = 16
 # Each program of the list looks at all sequences.
 _MOST_SEQS = 4096
 # Keys and values that the L2 keeps while queries and outputs pass through it as well.
@@ -278,7 +280,7 @@ def can_run(
     if (
         not target.runs_hopper_kernels
         or q.dtype not in GLUON_DTYPES
-        or (k.dtype != q.dtype and not (k.dtype == torch.int8 and q.shape[-1] in (96, 128)))
+        or (k.dtype != q.dtype and not _converts(k.dtype, q.shape[-1]))
     ):
         return False
     head_dim = q.shape[-1]
@@ -286,9 +288,16 @@ def can_run(
         return False
     if not 32 < head_dim <= 256 or head_dim % 8 or softmax_scale <= 0:
         return False
-    if block_table is not None and not fills_tiles(k.shape[1], config(head_dim).block_n):
-        return False
+    if block_table is not None:
+        page_size = k.shape[1]
+        if page_size < _LEAST_SLOTS or not fills_tiles(page_size, config(head_dim).block_n):
+            return False
     return all(is_addressable(x) for x in (q, k, v, out))
+
+
+def _converts(codes: torch.dtype, head_dim: int) -> bool:
+    """Tiles of larger heads leave no shared memory for codes, and three consumers no registers."""
+    return codes == torch.int8 and 64 < head_dim <= 128
 
 
 def launch_hopper(
