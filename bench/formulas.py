@@ -30,12 +30,12 @@ def add_rms_norm_quant(
     """(int8 codes, scales, x + residual)"""
     total = _accumulable(x) + residual
     scale = torch.rsqrt(total.square().mean(-1, keepdim=True) + eps)
-    return *_quantised(total * scale * weight), total.to(x.dtype)
+    return *quantize_int8(total * scale * weight), total.to(x.dtype)
 
 
 def silu_and_mul_quant(x: Tensor) -> tuple[Tensor, Tensor]:
     gate, up = _accumulable(x).chunk(2, -1)
-    return _quantised(functional.silu(gate) * up)
+    return quantize_int8(functional.silu(gate) * up)
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
@@ -78,6 +78,34 @@ def reshape_and_cache(
     for cache, new in ((k_cache, key), (v_cache, value)):
         cache.flatten(0, 1).index_copy_(0, slot_mapping, new)
     return k_cache, v_cache
+
+
+def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(codes, scales) of rows."""
+    y = _accumulable(x)
+    scale = (y.abs().amax(-1) / 127).clamp_min(1e-12)
+    return (y / scale[..., None]).round().to(torch.int8), scale
+
+
+def dequantize_int8(codes: Tensor, scale: Tensor) -> Tensor:
+    y = codes * scale[..., None]
+    return y if y.dtype == torch.float64 else y.to(torch.bfloat16)
+
+
+def reshape_and_cache_int8(
+    key: Tensor,  # [tokens, kv_heads, head_dim]
+    value: Tensor,
+    k_cache: Tensor,  # i8[num_pages, page_size, kv_heads, head_dim], mutated
+    v_cache: Tensor,
+    slot_mapping: Tensor,  # i64[tokens]
+    k_scale: Tensor,  # f32[num_pages, page_size, kv_heads], mutated
+    v_scale: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (key, key_scale), (value, value_scale) = quantize_int8(key), quantize_int8(value)
+    return (
+        *reshape_and_cache(key, value, k_cache, v_cache, slot_mapping),
+        *reshape_and_cache(key_scale, value_scale, k_scale, v_scale, slot_mapping),
+    )
 
 
 def fused_qk_norm_rope_cache(
@@ -178,11 +206,6 @@ def kept_probs(sorted_logits: Tensor, temperature: Tensor, top_k: Tensor, top_p:
 def _draw(probs: Tensor) -> Tensor:
     # With e exponential, argmax(p / e) is distributed as p; torch.multinomial waits for the device.
     return (probs / torch.empty_like(probs).exponential_()).argmax(-1)
-
-
-def _quantised(y: Tensor) -> tuple[Tensor, Tensor]:
-    scale = (y.abs().amax(-1) / 127).clamp_min(1e-12)
-    return (y / scale[..., None]).round().to(torch.int8), scale
 
 
 def _accumulable(x: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ from bench import formulas, inputs
 from bench.case import Case, Check, Outputs, Peer
 from bench.checks import MOST_DEVIATIONS, against, drawn_by_probability, most_likely
 from bench.decode import decodes
-from bench.decode_int8 import decodes_int8
 from bench.inputs import randn
+from bench.int8_kv import decodes_int8, int8_rows, prefills_int8
 from bench.peers import formula_peers, four_kernels
 from bench.prefill import prefills
 from bench.projections import projections, with_epilogue
@@ -48,6 +48,8 @@ def cases(s: Suite) -> list[Case]:
         *projections(s),
         *prefills(s),
         *decodes(s),
+        *int8_rows(s),
+        *prefills_int8(s),
         *decodes_int8(s),
         *(_merge_attn_states(s, t) for t in s.merged_tokens),
         *(_sample_greedy(s, rows) for rows in s.sampled_rows),

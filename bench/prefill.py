@@ -21,16 +21,16 @@ ATTENTION = 2e-2  # weights are rounded to bf16 before the second product
 
 
 def prefills(s: Suite) -> list[Case]:
-    return [_case(s, prompts) for prompts in s.prefill]
+    return [case_of(s, prompts) for prompts in s.prefill]
 
 
-def _case(s: Suite, prompts: Prefill) -> Case:
+def case_of(s: Suite, prompts: Prefill) -> Case:
     tokens, keys = sum(prompts.q_lens), sum(prompts.k_lens)
     return Case(
         "flash_attn_varlen",
         f"{prompts.name}_h{s.heads}/{s.kv_heads}_d{prompts.head_dim}",
         make=lambda d: _make(d, s.heads, s.kv_heads, prompts),
-        run=_run,
+        run=run,
         check=against(exact),
         tolerance=ATTENTION,
         num_bytes=2 * (tokens * s.heads + keys * s.kv_heads) * prompts.head_dim * BF16,
@@ -67,7 +67,7 @@ def _visible(prompts: Prefill) -> int:
 
 
 def _make(device: torch.device, heads: int, kv_heads: int, prompts: Prefill) -> Inputs:
-    """The arguments of `_run`."""
+    """The arguments of `run`."""
     q = randn(device, sum(prompts.q_lens), heads, prompts.head_dim)
     lengths = max(prompts.q_lens), max(prompts.k_lens), prompts.causal, prompts.window_left
     cu_seqlens_q, cu_seqlens_k = (
@@ -83,7 +83,7 @@ def _make(device: torch.device, heads: int, kv_heads: int, prompts: Prefill) -> 
     return q, k, v, cu_seqlens_q, cu_seqlens_k, None, None, *lengths
 
 
-def _run(
+def run(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -115,7 +115,7 @@ def sequences(*arguments: Any) -> Iterator[Sequence]:
 
 
 def exact(*arguments: Any) -> Tensor:
-    """The formula, in the dtype of the arguments of `_run`."""
+    """The formula, in the dtype of the arguments of `run`."""
     causal, window_left = arguments[-2:]
     return torch.cat(
         [formulas.attention(*qkv, causal, window_left) for qkv in sequences(*arguments)]
@@ -123,7 +123,7 @@ def exact(*arguments: Any) -> Tensor:
 
 
 def _peers(s: Suite, prompts: Prefill) -> dict[str, Peer]:
-    peers = {"echo-portable": Peer(returning(_run).prepare, lambda: forced_path("portable"))}
+    peers = {"echo-portable": Peer(returning(run).prepare, lambda: forced_path("portable"))}
     if not _is_square(prompts) or prompts.window_left >= 0:
         return peers
     suffix = "-dense-kv" if prompts.paged else ""
