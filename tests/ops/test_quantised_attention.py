@@ -89,7 +89,7 @@ def test_decode(
         max_size=3,
     ),
     heads=st.sampled_from([(2, 2), (8, 2), (5, 1)]),
-    head_dim=st.sampled_from([16, 64, 96, 128]),
+    head_dim=st.sampled_from([16, 64, 80, 96, 128]),
     page_size=st.sampled_from([1, 8, 16, 48]),
     dtype=dtypes,
     code=codes,
