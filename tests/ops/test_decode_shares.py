@@ -138,7 +138,7 @@ def _write_shares_kernel(
     call = DecodeCall(
         num_seqs, kv_heads, one, window_left, zero, one, one, lens, zero, zero, lens,
         cu_seqlens_q_ptr if S.has_boundaries else lens, lens, zero, lens, zero, lens, lens, zero,
-        zero, lens, zero, zero, lens, lens, lens, lens, zero, zero, zero, lens, zero, zero, zero, S,
+        zero, lens, zero, zero, lens, lens, lens, S,
     )  # fmt: skip
     _, seq, tile, at, left, _ = share_of_program(call, BLOCK_SEQS)
     ptr = out_ptr + gl.program_id(0) * 4

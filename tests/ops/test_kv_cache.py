@@ -246,7 +246,8 @@ def test_a01_scales_beyond_int32(cuda):
     key = torch.randn(1, 1, 16, device=cuda)
     slot = torch.tensor([512 * 16 + 3], device=cuda)
     reshape_and_cache(key, key, *codes, slot, scales, torch.empty(513, 16, 1, device=cuda))
-    assert torch.equal(scales[512, 3, 0], key.abs().max() / 127)
+    # A GPU would multiply by the inverse of a number.
+    assert torch.equal(scales[512, 3, 0].cpu(), key.abs().max().cpu() / 127)
     assert scales[0].isnan().all()
 
 
