@@ -44,7 +44,7 @@ def compile_op(op: str, target_name: str, *args: Any) -> list[Any]:
     compiled: list[Any] = []
 
     def compile_instead(kernel: Any, _grid: Any, values: Any, options: dict[str, Any]) -> None:
-        compiled.append(_compile(kernel, values, options, target))
+        compiled.append(compile_kernel(kernel, values, options, target))
 
     OPS[op].check(*args)
     with mock.patch.object(_launch, "_run", compile_instead), assume(target):
@@ -59,7 +59,9 @@ def compile_op(op: str, target_name: str, *args: Any) -> list[Any]:
     return compiled
 
 
-def _compile(kernel: Any, values: tuple[Any, ...], options: dict[str, Any], target: Target) -> Any:
+def compile_kernel(
+    kernel: Any, values: tuple[Any, ...], options: dict[str, Any], target: Target
+) -> Any:
     signature: dict[str, str] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}

@@ -148,13 +148,17 @@ def _write_shares_kernel(
     gl.store(ptr + 3, left)
 
 
-def shares_of_device(device, k_lens, programs, kv_heads, q_len, window_left):
-    shape = DecodeShape(
+def shape_of(q_len, window_left):
+    return DecodeShape(
         head_dim=64, block_d=64, block_n=64, slots=2, group=1, most_rows=1,
         page_size=16, has_copies=False, has_codes=False, has_boundaries=q_len is not None,
         has_left=window_left >= 0, has_right=True, has_softcap=False, has_alibi=False,
         has_sinks=False, has_lse=False,
     )  # fmt: skip
+
+
+def shares_of_device(device, k_lens, programs, kv_heads, q_len, window_left):
+    shape = shape_of(q_len, window_left)
     out = torch.full((programs, 4), -1, dtype=torch.int32, device=device)
     boundaries = None
     if q_len is not None:
