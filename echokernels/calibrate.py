@@ -7,6 +7,7 @@ import random
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -29,21 +30,27 @@ LARGE: tuple[tuple[int, ...], ...] = (
 )
 """Of one length, and ragged."""
 
+_DTYPE = torch.bfloat16  # of queries
 _SHAPES = ((128, 4), (128, 8), (128, 1), (64, 4))  # head dim, group
+_SHAPES_OF_CODES = ((128, 4), (128, 8), (64, 4))
 
 Measure = Callable[[Kind, Sequence[int], Sequence[Sharing]], list[float]]
-"""The time of one decode of such contexts with each sharing."""
+"""The time of one decode of such contexts with each sharing. The dtype of a kind is the cache's."""
 
 
 def kinds(device: torch.device) -> list[Kind]:
     """What is measured on a GPU."""
-    target, dtype = target_of(device), torch.bfloat16
+    target = target_of(device)
     found = []
     for head_dim, group in _SHAPES:
-        is_hopper = decode_hopper.is_made_for(target, dtype, head_dim, group, 1)
-        for is_large in (False, True):
-            kernel: Kernel = "hopper" if is_hopper else "portable"
-            found.append(Kind(kernel, head_dim, dtype, group, is_large))
+        is_hopper = decode_hopper.is_made_for(target, _DTYPE, head_dim, group, 1)
+        kernel: Kernel = "hopper" if is_hopper else "portable"
+        found += [Kind(kernel, head_dim, _DTYPE, group, is_large) for is_large in (False, True)]
+    for head_dim, group in _SHAPES_OF_CODES:
+        if decode_hopper.is_made_for(target, _DTYPE, head_dim, group, 1):
+            found += [
+                Kind("hopper", head_dim, torch.int8, group, is_large) for is_large in (False, True)
+            ]
     return found
 
 
@@ -104,25 +111,33 @@ def _num_sets(kind: Kind, contexts: Sequence[int], device: torch.device) -> int:
     return min(2 * l2_bytes // set_bytes + 1, 64)
 
 
-def _inputs(kind: Kind, contexts: Sequence[int], device: torch.device) -> tuple[torch.Tensor, ...]:
+def _inputs(kind: Kind, contexts: Sequence[int], device: torch.device) -> dict[str, Any]:
     counts = [-(-length // PAGE_SIZE) for length in contexts]
     pages = torch.randperm(sum(counts), device=device).int().split(counts)
-    table = torch.nn.utils.rnn.pad_sequence(list(pages), batch_first=True)
     shape = (sum(counts), PAGE_SIZE, KV_HEADS, kind.head_dim)
-    q, k, v = (
-        torch.randn(size, dtype=kind.dtype, device=device)
-        for size in ((len(contexts), KV_HEADS * kind.group, kind.head_dim), shape, shape)
-    )
-    return q, k, v, table, torch.tensor(contexts, dtype=torch.int32, device=device)
+    size = (len(contexts), KV_HEADS * kind.group, kind.head_dim)
+    inputs = {
+        "q": torch.randn(size, dtype=_DTYPE, device=device),
+        "block_table": torch.nn.utils.rnn.pad_sequence(list(pages), batch_first=True),
+        "seqused_k": torch.tensor(contexts, dtype=torch.int32, device=device),
+    }
+    for name in ("k", "v"):
+        if kind.dtype == torch.int8:
+            codes = torch.randint(-127, 128, shape, dtype=torch.int8, device=device)
+            inputs |= {f"{name}_cache": codes}
+            inputs |= {f"{name}_scale": torch.rand(shape[:3], device=device) / 64}
+        else:
+            inputs |= {f"{name}_cache": torch.randn(shape, dtype=kind.dtype, device=device)}
+    return inputs
 
 
-def _capture(sets: Sequence[tuple[torch.Tensor, ...]], sharing: Sharing) -> torch.cuda.CUDAGraph:
+def _capture(sets: Sequence[dict[str, Any]], sharing: Sharing) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     with forced_sharing(sharing), torch.no_grad():
-        paged_attention(*sets[0])  # compiles
+        paged_attention(**sets[0])  # compiles
         with torch.cuda.graph(graph):
             for inputs in sets:
-                paged_attention(*inputs)
+                paged_attention(**inputs)
     return graph
 
 
