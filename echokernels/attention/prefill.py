@@ -168,7 +168,9 @@ def _wants_hopper(max_seqlen_q: int) -> bool:
     return path == "hopper" or (path == "auto" and max_seqlen_q > 64)
 
 
-def _config(head_dim: int, itemsize: int, rows: int, large: bool, target: Target) -> TileConfig:
+def _config(
+    head_dim: int, itemsize: int, rows: int, large: bool, target: Target, has_codes: bool = False
+) -> TileConfig:
     """block_m rows by block_n keys. A sequence has up to `rows` of (query token, group's head).
     large: pages want large tiles."""
     # A short chunk must not pay for a tile of mostly masked rows; 16 is the tensor cores' least.
@@ -186,7 +188,9 @@ def _config(head_dim: int, itemsize: int, rows: int, large: bool, target: Target
     # Without WGMMA the operands pass through registers and want 8 warps.
     block_m = min(needed, 64)
     num_warps = 8 if head_dim > 64 and block_m == 64 and not target.has_wgmma else 4
-    return TileConfig(block_m, 64, num_warps, num_stages=3 if large_memory else 2)
+    # So do codes, which are more when they are converted.
+    block_n = 32 if has_codes and num_warps == 4 and not target.has_wgmma else 64
+    return TileConfig(block_m, block_n, num_warps, num_stages=3 if large_memory else 2)
 
 
 def _wgmma_config(wide: bool, large: bool) -> TileConfig:
@@ -311,11 +315,15 @@ def _launch(
     head_dim, kv_heads = q.shape[2], k.shape[-2]
     group = q.shape[1] // kv_heads
     rows = max_seqlen_q * group
-    paged, size = block_table is not None, q.element_size()
+    paged, has_codes = block_table is not None, k_scale is not None
     # Codes are converted in registers: the large tiles that go with pages leave none for it.
-    large = paged and k_scale is None
-    key = (head_dim, size, min(triton.next_power_of_2(max(rows, 1)), 128), large, target.name)
-    config = select("flash_attn_varlen", key, lambda: _config(head_dim, size, rows, large, target))
+    large = paged and not has_codes
+    size, most = q.element_size(), min(triton.next_power_of_2(max(rows, 1)), 128)
+    config = select(
+        "flash_attn_varlen",
+        (head_dim, size, most, large, target.name, has_codes),
+        lambda: _config(head_dim, size, rows, large, target, has_codes),
+    )
     num_tiles = triton.cdiv(rows, config.block_m)
     launch(
         _flash_attn_varlen_kernel,
