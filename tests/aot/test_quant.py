@@ -45,8 +45,10 @@ def test_fp8_is_refused_where_there_is_no_cast(op):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("width", [7, 128, 20_480])  # not a vector, several rows, looped
+@pytest.mark.parametrize(
+    ("dtype", "width"),  # not a vector, several rows, looped
+    [(torch.float16, 7), (torch.bfloat16, 128), (torch.float32, 20_480)],
+)
 def test_int8_kv(target, dtype, width):
     x, q = meta(5, 8, width, dtype=dtype), meta(5, 8, width, dtype=torch.int8)
     scale = meta(8, 5, dtype=torch.float32).T
