@@ -38,6 +38,11 @@ Relative errors against float64 of the same bf16 inputs: of all outputs together
 worst row.
 """
 
+FORMATS = """\
+Relative errors of attention in float64 over keys and values as a cache holds them: of all outputs
+together, in brackets of the worst row.
+"""
+
 Row = dict[str, str]
 PLOTS = RESULTS.parent.parent / "docs" / "plots"
 
@@ -58,6 +63,10 @@ def report() -> str:
         lines += _layout(list(csv.DictReader(path.open())))
     for path in sorted(RESULTS.glob("accuracy-*.csv")):
         lines += _accuracy(list(csv.DictReader(path.open())))
+    for path in sorted(RESULTS.glob("kv_formats-*.csv")):
+        lines += _formats(list(csv.DictReader(path.open())))
+    for path in sorted(RESULTS.glob("quality-*.csv")):
+        lines += _quality(list(csv.DictReader(path.open())))
     for path in sorted(RESULTS.glob("cpu-*.csv")):
         lines += _cpu(list(csv.DictReader(path.open())))
     return "\n".join(lines) + "\n"
@@ -170,6 +179,23 @@ def _accuracy(rows: list[Row]) -> Iterator[str]:
 
 def _accuracy_cell(row: Row) -> str:
     return f"{float(row['rate']):.2e} ({float(row['error']):.1e})" if row["rate"] else ""
+
+
+def _formats(rows: list[Row]) -> Iterator[str]:
+    yield f"## Formats of keys and values\n\nCommit {rows[0]['commit'][:7]}.\n\n{FORMATS}"
+    yield from _by_case("keys", rows, _accuracy_cell)
+
+
+def _quality(rows: list[Row]) -> Iterator[str]:
+    of = rows[0]
+    yield f"## Quality of a model by its cache, {of['gpu']}, torch {of['torch']}\n"
+    yield f"`python -m bench.quality`, commit {of['commit'][:7]}.\n"
+    yield "| | of | cache | |"
+    yield "|---|---|---|---|"
+    for row in rows:
+        figure = f"{float(row['rate']):.5g} {row['note']}"
+        yield f"| {row['op']} | {row['case']} | {row['impl']} | {figure} |"
+    yield ""
 
 
 def _cpu(rows: list[Row]) -> Iterator[str]:
