@@ -95,7 +95,7 @@ def predict(
     losses, likeliest = [], []
     for window in windows:
         targets = torch.tensor(window[1:], device=place.device)
-        for logits in _logits_of(model, config, place, kv_cache_dtype, window, chunk):
+        for logits in logits_of(model, config, place, kv_cache_dtype, window, chunk):
             wanted, targets = targets[: len(logits)], targets[len(logits) :]
             log_p = logits[: len(wanted)].double().log_softmax(-1)  # nothing follows the last one
             losses.append(-log_p.gather(1, wanted[:, None])[:, 0].cpu())
@@ -103,7 +103,7 @@ def predict(
     return Predictions(torch.cat(losses), torch.cat(likeliest))
 
 
-def _logits_of(
+def logits_of(
     model: CausalLM,
     config: ModelConfig,
     place: Placement,
