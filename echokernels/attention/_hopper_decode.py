@@ -1,4 +1,4 @@
-"""The two sides of the Hopper decode: one warp that loads key tiles, and a warpgroup that attends.
+"""The two sides of the Hopper decode: warps that load key tiles, and a warpgroup that attends.
 
 The queries of a sequence and KV head are few, and WGMMA multiplies 64 rows at least. So the keys
 are its rows: scores come as K q^T [keys, queries] and outputs as V^T p [head dim, queries], both

@@ -1,9 +1,12 @@
 """The decode for Hopper, in Gluon: keys and values by TMA, products by WGMMA.
 
-A few programs for each SM. Each finds its share of all key tiles (`_hopper_shares`); one warp
-loads it and four attend to it (`_hopper_decode`); pieces of sequences merge (`_hopper_pieces`).
-What it computes is what the portable kernels do; it takes fp16 and bf16 with
-head dims over 32 up to 128, and up to 32 rows of (query, head of the group) a sequence.
+A few programs for each SM. Each finds its share of all key tiles (`_hopper_shares`); a warp each
+loads K and V, and four attend to them (`_hopper_decode`); pieces of sequences merge
+(`_hopper_pieces`). From INT8 pages a third warp loads scales (`_hopper_scales`), and those that
+attend multiply in registers (`_hopper_codes`). Pages that TMA cannot put together are copied row by
+row (`_hopper_copies`). It computes what the portable kernels do, and takes fp16 and bf16 with head
+dims over 32 up to 128, and up to 32 rows of (query, head of the group) a sequence, from INT8 pages
+up to 8.
 """
 
 import torch
