@@ -90,7 +90,7 @@ def _prefill(s: Suite, prompts: Prefill) -> Case:
         q, *caches, cu_seqlens_q, _, seqused_k, table, max_q, max_k, causal, window = of_bf16.make(
             device
         )
-        (k, k_scale), (v, v_scale) = (_quantised(cache) for cache in caches)
+        (k, k_scale), (v, v_scale) = (quantised(cache) for cache in caches)
         rest = cu_seqlens_q, seqused_k, table, max_q, max_k, causal, window
         return q, k, v, k_scale, v_scale, *rest
 
@@ -172,11 +172,12 @@ def _contexts(device: torch.device, contexts: Decode) -> Inputs:
         device, list(contexts.lens), contexts.heads, contexts.kv_heads, contexts.head_dim, 1,
         contexts.page_size,
     )  # fmt: skip
-    (k, k_scale), (v, v_scale) = (_quantised(cache) for cache in caches)
+    (k, k_scale), (v, v_scale) = (quantised(cache) for cache in caches)
     return q, k, v, block_table, seqused_k, k_scale, v_scale
 
 
-def _quantised(cache: Tensor) -> tuple[Tensor, Tensor]:
+def quantised(cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Pages in INT8: (codes, scales)."""
     # Page by page: the whole cache in fp32 would not fit beside it.
     codes = torch.empty_like(cache, dtype=torch.int8)
     scale = torch.empty(cache.shape[:3], device=cache.device)

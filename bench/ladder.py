@@ -3,8 +3,9 @@
 One sequence of 1k to 1M tokens by four designs, each a step up: all keys gathered into one tensor
 and attended to there (what an engine without paged kernels does); blocks read where they are, each
 KV head by one program (PagedAttention V1); splits of 64 tokens (flash decoding at its finest); and
-what `paged_attention` chooses. Time by graph replay, and the bytes of scratch memory that each
-needs. Prints tables and writes a CSV file.
+what `paged_attention` chooses. And from INT8 pages: dequantised into pages of bf16 first, or where
+they are multiplied. Time by graph replay, and the bytes of scratch memory that each needs. Prints
+tables and writes a CSV file.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,18 +19,20 @@ from torch.nn import functional
 
 import echokernels
 from bench import formulas, inputs, session
-from bench.case import Case, Outputs, returning
+from bench.case import Case, Outputs, Peer, returning
 from bench.checks import against
+from bench.int8_kv import quantised
 from bench.measure import check_and_time
 from bench.prefill import ATTENTION, BF16
 from bench.results import OURS, Row
-from bench.timing import graph_us, make_round
+from bench.timing import Call, graph_us, make_round
 from echokernels._launch import record
 from echokernels._replay import bypass
 
 UNIT = "bytes of scratch"
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 SPLIT = 64
+OF_CODES = 5e-2  # what the codes of random keys and values cost
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,6 +75,8 @@ def _case(length: int) -> Case:
             "splits-of-64": returning(_with_splits(-(-length // SPLIT))),
             "not-split": returning(_with_splits(1)),
             "gathered": returning(_gathered),
+            "int8": Peer(_from_codes, tolerance=OF_CODES),
+            "int8-dequantised-first": Peer(_dequantised_first, tolerance=OF_CODES),
         },
     )
 
@@ -98,9 +103,30 @@ def _gathered(
     return out[:, :, 0]
 
 
+def _from_codes(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seqused_k: Tensor
+) -> Call:
+    (k, k_scale), (v, v_scale) = quantised(k_cache), quantised(v_cache)
+    return lambda: echokernels.paged_attention(
+        q, k, v, block_table, seqused_k, k_scale=k_scale, v_scale=v_scale
+    )
+
+
+def _dequantised_first(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seqused_k: Tensor
+) -> Call:
+    codes = quantised(k_cache), quantised(v_cache)
+
+    def call() -> Outputs:
+        k, v = (echokernels.dequantize_int8(*each, q.dtype) for each in codes)
+        return echokernels.paged_attention(q, k, v, block_table, seqused_k)
+
+    return call
+
+
 def scratch_bytes(impl: str, case: Case, device: torch.device) -> float:
     """Of device memory, besides inputs and outputs."""
-    if impl == "gathered":
+    if impl in ("gathered", "int8-dequantised-first"):
         return float(2 * int(case.name) * KV_HEADS * HEAD_DIM * BF16)
     run = case.run if impl == OURS else case.peers[impl].prepare
     given = case.make(device)

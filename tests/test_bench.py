@@ -412,10 +412,14 @@ def test_ladder_of_the_quick_cases(tmp_path):
     path = tmp_path / "ladder.csv"
     assert ladder.main(["--quick", "--device", "cpu", "--out", str(path)]) == 0
     rows = list(csv.DictReader(path.open()))
-    assert [row["impl"] for row in rows[:4]] == ["echo", "splits-of-64", "not-split", "gathered"]
+    assert [row["impl"] for row in rows[:6]] == [
+        "echo", "splits-of-64", "not-split", "gathered", "int8", "int8-dequantised-first",
+    ]  # fmt: skip
     scratch = {row["impl"]: float(row["rate"]) for row in rows if row["case"] == "32"}
     # On a CPU only what is gathered takes memory.
     assert scratch["not-split"] == scratch["splits-of-64"] == scratch["echo"] == 0
+    assert scratch["int8"] == 0
+    assert scratch["gathered"] == scratch["int8-dequantised-first"]
     assert scratch["gathered"] == pytest.approx(2 * 32 * 8 * 128 * 2, rel=1e-4)
     assert all(row["ok"] == "True" and float(row["graph_us"]) > 0 for row in rows)
 
