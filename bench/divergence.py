@@ -18,7 +18,7 @@ from bench.quality import logits_of
 from bench.results import ResultsFile, Row, default_path, provenance
 from echokernels.runtime.config import ModelConfig
 from echokernels.runtime.layers import Placement
-from echokernels.runtime.loader import load_model
+from echokernels.runtime.loader import load_model, resolve_device
 from echokernels.runtime.models.registry import CausalLM
 
 CONFIG = {
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     torch.set_grad_enabled(False)
     rows = divergences(CONFIG, TOKENS, args.device)
-    common = provenance(torch.device(args.device if args.device != "auto" else _default_device()))
+    common = provenance(resolve_device(args.device))
     out = args.out or default_path("quality", common["gpu"], quick=False)
     ResultsFile(out, common, keep=True).write(rows)
     for row in rows:
@@ -100,10 +100,6 @@ def _models(
     with TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(shape))
         return load_model(folder, dtype, device, load_format="dummy")
-
-
-def _default_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 if __name__ == "__main__":

@@ -184,8 +184,9 @@ def quantised(cache: Tensor) -> tuple[Tensor, Tensor]:
     for part, part_codes, part_scale in zip(
         cache.split(4096), codes.split(4096), scale.split(4096), strict=True
     ):
-        part_scale.copy_((part.float().abs().amax(-1) / 127).clamp_min(1e-12))
-        part_codes.copy_((part.float() / part_scale[..., None]).round())
+        of_part = formulas.quantize_int8(part)
+        part_codes.copy_(of_part[0])
+        part_scale.copy_(of_part[1])
     return codes, scale
 
 

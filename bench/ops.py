@@ -16,7 +16,7 @@ from bench.case import Case, Check, Outputs, Peer
 from bench.checks import MOST_DEVIATIONS, against, drawn_by_probability, most_likely
 from bench.decode import decodes
 from bench.inputs import randn
-from bench.int8_kv import decodes_int8, int8_rows, prefills_int8
+from bench.int8_kv import QUANTISED, decodes_int8, int8_rows, prefills_int8
 from bench.peers import formula_peers, four_kernels
 from bench.prefill import prefills
 from bench.projections import projections, with_epilogue
@@ -28,7 +28,6 @@ EPS = 1e-6
 INT8, BF16, FP32 = 1, 2, 4  # bytes of an element
 # The largest relative errors of a row that are right.
 ROUNDED = 2.0**-7  # a rounding to bf16 costs up to 2^-8, and plain formulas round twice
-QUANTISED = 2.0**-7  # of codes: where rounding is to nearest, few are off, and those by 1
 EXACT = 0.0
 SAMPLED = (torch.float32, torch.bfloat16)  # dtypes of logits
 
