@@ -11,6 +11,9 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from echokernels._gluon_compat import aggregate
 from echokernels.attention._hopper_memory import load_pages_of
 
+KEY_LAYOUT = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
+"""Of the keys of a tile over the warp that loads their scales."""
+
 
 @aggregate
 class Scales:
@@ -31,17 +34,22 @@ class Scales:
     @gluon.jit
     def copy_k(self, use, page, slot, head, exists):
         """page, slot: of each key of a tile. The scales of those that do not exist are 0."""
-        at = page.to(gl.int64) * self.k_stride_page + slot.to(gl.int64) * self.k_stride_slot
-        at += head.to(gl.int64) * self.k_stride_head
-        tile = self.k_tiles.index(use % self.k_tiles.shape[0])
-        async_copy.async_copy_global_to_shared(tile, self.k_ptr + at, mask=exists)
+        steps = self.k_stride_page, self.k_stride_slot, self.k_stride_head
+        _copy(self.k_ptr, steps, self.k_tiles, use, page, slot, head, exists)
 
     @gluon.jit
     def copy_v(self, use, page, slot, head, exists):
-        at = page.to(gl.int64) * self.v_stride_page + slot.to(gl.int64) * self.v_stride_slot
-        at += head.to(gl.int64) * self.v_stride_head
-        tile = self.v_tiles.index(use % self.v_tiles.shape[0])
-        async_copy.async_copy_global_to_shared(tile, self.v_ptr + at, mask=exists)
+        steps = self.v_stride_page, self.v_stride_slot, self.v_stride_head
+        _copy(self.v_ptr, steps, self.v_tiles, use, page, slot, head, exists)
+
+
+@gluon.jit
+def _copy(ptr, steps, tiles, use, page, slot, head, exists):
+    step_page, step_slot, step_head = steps
+    at = page.to(gl.int64) * step_page + slot.to(gl.int64) * step_slot
+    at += head.to(gl.int64) * step_head
+    tile = tiles.index(use % tiles.shape[0])
+    async_copy.async_copy_global_to_shared(tile, ptr + at, mask=exists)
 
 
 @gluon.jit
@@ -56,7 +64,7 @@ def produce_scales(scales, ring, seq, tile, left, call):
     S: gl.constexpr = call.S
     N: gl.constexpr = S.block_n
     kv_head = gl.program_id(0) % call.kv_heads
-    number = gl.arange(0, N, layout=key_layout(1))
+    number = gl.arange(0, N, layout=KEY_LAYOUT)
     used = 0
     while left > 0:
         _, q_len, k_len = call.lengths(seq, seq < call.num_seqs)
@@ -78,9 +86,3 @@ def produce_scales(scales, ring, seq, tile, left, call):
         left -= count
         tile = 0
         seq += 1
-
-
-@gluon.constexpr_function
-def key_layout(num_warps):
-    """Of the keys of a tile over the loading warps."""
-    return gl.BlockedLayout([1], [32], [num_warps], [0])

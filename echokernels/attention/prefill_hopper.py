@@ -40,7 +40,7 @@ from echokernels.attention._hopper_order import (
     take_item,
     work_of,
 )
-from echokernels.attention._hopper_scales import Scales, key_layout, make_scale_tiles
+from echokernels.attention._hopper_scales import KEY_LAYOUT, Scales, make_scale_tiles
 from echokernels.attention._hopper_tma import (
     GLUON_DTYPES,
     descriptor,
@@ -69,7 +69,7 @@ def _produce(
     S: gl.constexpr = call.S
     CONSUMERS: gl.constexpr = S.consumers
     PAGE_SIZE: gl.constexpr = S.page_size
-    number = gl.arange(0, S.block_n, layout=key_layout(1))
+    number = gl.arange(0, S.block_n, layout=KEY_LAYOUT)
     used = 0
     turn = 0
     work = work_of(gl.program_id(0), places, lengths, call)
