@@ -21,8 +21,8 @@ from echokernels.activation import reference
 from echokernels.activation.gated import activate, check_gate_and_up
 from echokernels.quant._row import (
     LIMITS,
-    check_can_encode,
     check_codes,
+    check_has_casts,
     encode,
     largest,
     magnitude,
@@ -93,7 +93,7 @@ def _check(out: torch.Tensor, scale: torch.Tensor, x: torch.Tensor) -> None:
 
 
 def _launch(out: torch.Tensor, scale: torch.Tensor, x: torch.Tensor) -> None:
-    check_can_encode(out)
+    check_has_casts("out", out)
     num_rows, width = out.shape
     config = select("silu_and_mul_quant", width, lambda: _config(width))
     launch(

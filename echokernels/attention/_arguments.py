@@ -14,7 +14,6 @@ from echokernels._checks import (
     check_same_device,
     check_shape,
 )
-from echokernels._target import Target
 
 MAX_HEAD_DIM = 256
 CODES = (torch.int8, torch.float8_e4m3fn)
@@ -90,15 +89,6 @@ def check_cache_scales(
         check_shape(name, scale, *k.shape[:3])
         check_dtype(name, scale, (torch.float32,))
         check_same_device(names[0], k, **{name: scale})
-
-
-def check_can_decode(name: str, cache: torch.Tensor, target: Target) -> None:
-    """Raises ValueError when the target has no cast from the cache's dtype."""
-    if cache.dtype == torch.float8_e4m3fn and not target.casts_to_fp8:
-        raise ValueError(
-            f"{name}.dtype is float8_e4m3fn, must be int8 on {target.name}: "
-            "FP8 needs compute capability 8.9 or later"
-        )
 
 
 def check_pages(

@@ -30,7 +30,7 @@ from echokernels._pdl import early_launch, let_next_start, wait_for_previous
 from echokernels._tuning import TileConfig, select
 from echokernels.attention import reference
 from echokernels.attention._arguments import check_page_write, check_slots, scale_strides
-from echokernels.quant._row import check_can_encode, encode, largest, magnitude, row_scale_of
+from echokernels.quant._row import check_has_casts, encode, largest, magnitude, row_scale_of
 
 
 # slot_mapping may be a slice at any offset of a larger buffer, so its alignment varies at run time.
@@ -168,7 +168,7 @@ def _launch(
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
 ) -> None:
-    check_can_encode(k_cache, "k_cache")
+    check_has_casts("k_cache", k_cache)
     num_pages, page_size, kv_heads, head_dim = k_cache.shape
     v_head_dim = v_cache.shape[3]
     width = max(head_dim, v_head_dim)

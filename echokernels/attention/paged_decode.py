@@ -23,7 +23,6 @@ from echokernels.attention._arguments import (
     CODES,
     check_biases,
     check_cache_scales,
-    check_can_decode,
     check_features,
     check_keys,
     check_lengths,
@@ -37,6 +36,7 @@ from echokernels.attention._decode_config import decode_config
 from echokernels.attention._decode_shares import launch_shares
 from echokernels.attention._path import current_path
 from echokernels.attention.split import MAX_QUERIES, MOST_SEQS
+from echokernels.quant._row import check_has_casts
 
 
 def _wants_hopper(num_splits: int, kv_split_size: int) -> bool:
@@ -136,7 +136,7 @@ def _launch(
         return
     max_seqlen_q = min(max_seqlen_q, num_tokens)
     target = target_of(q.device)
-    check_can_decode("k_cache", k_cache, target)
+    check_has_casts("k_cache", k_cache)
     window = (window_left, 0 if causal else window_right)
     if _wants_hopper(num_splits, kv_split_size) and decode_hopper.can_run(
         target, q, k_cache, v_cache, num_seqs, max_seqlen_q, softmax_scale

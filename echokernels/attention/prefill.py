@@ -34,7 +34,6 @@ from echokernels.attention._arguments import (
     check_biases,
     check_boundaries,
     check_cache_scales,
-    check_can_decode,
     check_features,
     check_keys,
     check_lengths,
@@ -46,6 +45,7 @@ from echokernels.attention._arguments import (
 )
 from echokernels.attention._path import current_path
 from echokernels.attention._tile import attend_tile, store_tile
+from echokernels.quant._row import check_has_casts
 
 
 # Index tensors may be slices at any offset of larger buffers: their alignment varies at run time.
@@ -188,7 +188,7 @@ def _config(
     # Without WGMMA the operands pass through registers and want 8 warps.
     block_m = min(needed, 64)
     num_warps = 8 if head_dim > 64 and block_m == 64 and not target.has_wgmma else 4
-    # So do codes, which are more when they are converted.
+    # Codes are more when they are converted: narrower tiles leave registers for it.
     block_n = 32 if has_codes and num_warps == 4 and not target.has_wgmma else 64
     return TileConfig(block_m, block_n, num_warps, num_stages=3 if large_memory else 2)
 
@@ -300,7 +300,7 @@ def _launch(
     if q.shape[0] == 0 or q.shape[1] == 0 or num_seqs == 0:
         return
     target = target_of(q.device)
-    check_can_decode("k", k, target)
+    check_has_casts("k", k)
     if _wants_hopper(max_seqlen_q) and prefill_hopper.can_run(
         target, q, k, v, out, num_seqs, block_table, softmax_scale
     ):

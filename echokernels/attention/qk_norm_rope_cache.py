@@ -54,7 +54,7 @@ from echokernels.attention._rotary import (
     store_codes,
     store_heads,
 )
-from echokernels.quant._row import check_can_encode
+from echokernels.quant._row import check_has_casts
 
 
 # positions and slot_mapping may be slices at any offset of larger buffers, so their alignment
@@ -241,7 +241,7 @@ def _launch(
     v_scale: torch.Tensor | None,
 ) -> None:
     if k_cache is not None:
-        check_can_encode(k_cache, "k_cache")
+        check_has_casts("k_cache", k_cache)
     max_position, rotary_dim = cos_sin_cache.shape
     half = rotary_dim // 2
     config = select("fused_qk_norm_rope_cache", head_dim, lambda: _config(head_dim))

@@ -45,7 +45,7 @@ from echokernels.attention._pairs import (
 )
 from echokernels.attention.qk_norm_rope_cache import check as check_epilogue
 from echokernels.attention.qk_norm_rope_cache import debug_check as debug_check_epilogue
-from echokernels.quant._row import check_can_encode
+from echokernels.quant._row import check_has_casts
 
 
 # Index tensors may be slices at any offset of larger buffers: their alignment varies at run time.
@@ -254,7 +254,7 @@ def _launch(
     v_scale: torch.Tensor | None,
 ) -> None:
     if k_cache is not None:
-        check_can_encode(k_cache, "k_cache")
+        check_has_casts("k_cache", k_cache)
     num_tokens, input_width = x.shape
     heads = num_heads + 2 * num_kv_heads
     max_position, rotary_dim = cos_sin_cache.shape

@@ -32,8 +32,8 @@ from echokernels.norm._row import (
 from echokernels.norm.rms_norm import check_input, check_rows
 from echokernels.quant._row import (
     LIMITS,
-    check_can_encode,
     check_codes,
+    check_has_casts,
     encode,
     largest,
     magnitude,
@@ -138,7 +138,7 @@ def _launch(
     eps: float,
     weight_offset: float = 0.0,
 ) -> None:
-    check_can_encode(out)
+    check_has_casts("out", out)
     width = x.shape[-1]
     num_rows = x.numel() // width
     config = select("rms_norm_quant", width, lambda: tile_of(width, WARP_ELEMENTS))

@@ -93,10 +93,9 @@ def check_codes(out: torch.Tensor, scale: torch.Tensor, *shape: int) -> None:
     check_dtype("scale", scale, (torch.float32,))
 
 
-def check_can_encode(out: torch.Tensor, name: str = "out") -> None:
-    """Raises ValueError when the GPU that `out` is on has no cast to its dtype."""
-    target = target_of(out.device)
-    if out.dtype == torch.float8_e4m3fn and not target.casts_to_fp8:
+def check_has_casts(name: str, codes: torch.Tensor) -> None:
+    """Raises ValueError when the GPU that `codes` are on has no casts to and from their dtype."""
+    if codes.dtype == torch.float8_e4m3fn and not (target := target_of(codes.device)).casts_to_fp8:
         raise ValueError(
             f"{name}.dtype is float8_e4m3fn, must be int8 on {target.name}: "
             "FP8 needs compute capability 8.9 or later"
