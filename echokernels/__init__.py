@@ -18,6 +18,8 @@ from echokernels.attention.rope import rotary_embedding
 from echokernels.attention.rope_table import rope_table
 from echokernels.attention.split_plan import split_plan
 from echokernels.attention.workspace import attention_workspace_size
+from echokernels.moe.permute import moe_align, moe_permute, moe_unpermute
+from echokernels.moe.routing import grouped_topk, topk_softmax
 from echokernels.norm.rms_norm import fused_add_rms_norm, rms_norm
 from echokernels.norm.rms_norm_quant import rms_norm_quant
 from echokernels.quant.int8_kv import dequantize_int8, quantize_int8
@@ -36,7 +38,11 @@ __all__ = [
     "fused_qkv_rope",
     "gelu_and_mul",
     "gelu_tanh_and_mul",
+    "grouped_topk",
     "merge_attn_states",
+    "moe_align",
+    "moe_permute",
+    "moe_unpermute",
     "no_jit",
     "paged_attention",
     "quantize_int8",
@@ -49,5 +55,6 @@ __all__ = [
     "silu_and_mul",
     "silu_and_mul_quant",
     "split_plan",
+    "topk_softmax",
     "warmup",
 ]

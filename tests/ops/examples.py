@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 import echokernels
+from echokernels.moe.permute import align_capacity
 from tests.strategies import generator, randn
 
 
@@ -25,6 +26,10 @@ def examples(device: torch.device, tokens: int = 5) -> dict[str, tuple[Any, ...]
     def steps(first: int, step: int) -> torch.Tensor:
         return torch.arange(tokens, device=device, dtype=torch.int32) * step + first
 
+    def choices() -> torch.Tensor:  # of eight experts, two for each token
+        return torch.stack((steps(0, 1) % 8, steps(3, 1) % 8), dim=1)
+
+    blocks = align_capacity(2 * tokens, 7, 4) // 4
     x, weight = new(tokens, 80)[:, :64], new(64)
     qkv = new(tokens, 6, 32)
     q, k, v = qkv[:, :4], qkv[:, 4:5], qkv[:, 5:]
@@ -83,6 +88,21 @@ def examples(device: torch.device, tokens: int = 5) -> dict[str, tuple[Any, ...]
             1, 0.2, True, -1, -1, 0.0, *biases, 2, 0, None,
         ),
         "merge_attn_states": (torch.zeros_like(q), lse.clone(), q, lse, q.flip(0), lse.flip(1)),
+        "topk_softmax": (new(tokens, 4)[:, :2], choices(), new(tokens, 96)[:, :77], True),
+        "grouped_topk": (
+            new(tokens, 4)[:, :2], choices(), new(tokens, 96)[:, :76], new(76), 4, 2, True, True,
+            2.5,
+        ),
+        "moe_align": (
+            index(*range(4 * blocks)), index(*range(blocks)), index(0), choices(), 7, 4, 1,
+        ),
+        "moe_permute": (
+            torch.zeros(2 * tokens, 64, device=device), index(*range(8)), choices(), x, choices(),
+            7, 1,
+        ),
+        "moe_unpermute": (
+            torch.zeros_like(x), new(2 * tokens, 80)[:, :64], choices(), new(tokens, 2).abs(),
+        ),
         "sample": (
             steps(0, 0), torch.zeros(tokens, device=device), new(tokens, 96)[:, :77], ones * 0.8,
             steps(0, 3), ones * 0.9, ones * 0.0, steps(1, 1).long(), steps(4, 1),
