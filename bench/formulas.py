@@ -210,3 +210,30 @@ def _draw(probs: Tensor) -> Tensor:
 
 def _accumulable(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
+
+
+def topk_softmax(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    weights, ids = logits.softmax(-1).topk(k)
+    return weights / weights.sum(-1, keepdim=True), ids
+
+
+def route_and_align(logits: Tensor, k: int, block_size: int) -> Tensor:
+    """Choices by expert, each expert's filled up to blocks with their number."""
+    experts = topk_softmax(logits, k)[1].flatten()
+    counts = experts.bincount(minlength=logits.shape[1])
+    blocks = (counts + block_size - 1) // block_size
+    order = experts.argsort(stable=True)
+    gaps = (blocks * block_size - counts).cumsum(0) - (blocks * block_size - counts)
+    places = torch.arange(len(order), device=logits.device) + gaps[experts[order]]
+    sorted_ids = torch.full((int(blocks.sum()) * block_size,), len(order), device=logits.device)
+    sorted_ids[places] = order
+    return sorted_ids
+
+
+def moe_permute(x: Tensor, ids: Tensor, num_experts: int) -> Tensor:  # noqa: ARG001
+    return x[ids.flatten().argsort(stable=True) // ids.shape[1]]
+
+
+def moe_unpermute(permuted: Tensor, source_rows: Tensor, weights: Tensor) -> Tensor:
+    rows = permuted[source_rows.long()] * weights[..., None]
+    return rows.sum(1).to(permuted.dtype)

@@ -202,6 +202,34 @@ def _vllm_fa3() -> Kernels:
     }
 
 
+def _vllm_moe() -> Kernels:
+    import_module("vllm._C_stable_libtorch")
+    import_module("vllm._moe_C_stable_libtorch")
+    ops = torch.ops._moe_C
+
+    def route(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        weights = logits.new_empty(logits.shape[0], k, dtype=torch.float32)
+        ids, rows = (torch.empty_like(weights, dtype=torch.int32) for _ in range(2))
+        ops.topk_softmax(weights, ids, rows, logits, True, None, None)
+        return weights, ids
+
+    def route_and_align(logits: Tensor, k: int, block_size: int) -> Tensor:
+        _, ids = route(logits, k)
+        experts, num_ids = logits.shape[1], ids.numel()
+        size = min(num_ids + experts * (block_size - 1), num_ids * block_size)
+        lengths = size, -(-size // block_size), 1
+        sorted_ids, block_experts, num_padded = (ids.new_empty(n) for n in lengths)
+        ops.moe_align_block_size(
+            ids, experts, block_size, sorted_ids, block_experts, num_padded, None, None
+        )
+        return sorted_ids
+
+    return {
+        "topk_softmax": {"vllm": returning(route)},
+        "moe_align": {"vllm": returning(route_and_align)},
+    }
+
+
 def _vllm_triton() -> Kernels:
     module = import_module("vllm.v1.attention.ops.triton_unified_attention")
     modes = import_module("vllm.v1.kv_cache_interface").KVQuantMode
@@ -269,4 +297,4 @@ def _int8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x, dtype=torch.int8), torch.empty(x.shape[0], 1, device=x.device)
 
 
-LIBRARIES = (_flashinfer, _vllm, _vllm_fa3, _vllm_triton, _sglang, _fa3, _liger)
+LIBRARIES = (_flashinfer, _vllm, _vllm_moe, _vllm_fa3, _vllm_triton, _sglang, _fa3, _liger)

@@ -17,6 +17,7 @@ from bench.checks import MOST_DEVIATIONS, against, drawn_by_probability, most_li
 from bench.decode import decodes
 from bench.inputs import randn
 from bench.int8_kv import QUANTISED, decodes_int8, int8_rows, prefills_int8
+from bench.moe import experts
 from bench.peers import formula_peers, four_kernels
 from bench.prefill import prefills
 from bench.projections import projections, with_epilogue
@@ -51,6 +52,7 @@ def cases(s: Suite) -> list[Case]:
         *prefills_int8(s),
         *decodes_int8(s),
         *(_merge_attn_states(s, t) for t in s.merged_tokens),
+        *experts(s),
         *(_sample_greedy(s, rows) for rows in s.sampled_rows),
         *(_sample_temperature(s, rows) for rows in s.sampled_rows),
         *(_sample_top_k_top_p(s, rows, s.vocab, torch.float32) for rows in s.sampled_rows),

@@ -105,6 +105,10 @@ class Suite:
     top_k: int
     layers: Mapping[str, Layer]
     few_tokens: tuple[int, ...]
+    routed_tokens: tuple[int, ...]
+    experts: int
+    chosen: int  # of them by each token
+    expert_hidden: int
     sdpa: tuple[str, ...] = ("cudnn", "flash")
     compile_modes: tuple[str, ...] = ("default",)
 
@@ -171,6 +175,10 @@ FULL = Suite(
         "llama3-70b-tp8": Layer(8192, 3584, 8, 1),
     },
     few_tokens=(1, 8, 16, 32, 64),
+    routed_tokens=(1, 64, 4096),
+    experts=128,
+    chosen=8,
+    expert_hidden=2048,
 )
 QUICK = Suite(
     tokens=(1, 5),
@@ -199,6 +207,10 @@ QUICK = Suite(
     top_k=5,
     layers={"tiny": Layer(64, 48, 4, 2, head_dim=32, qk_norm=True)},
     few_tokens=(3,),
+    routed_tokens=(1, 70),
+    experts=8,
+    chosen=2,
+    expert_hidden=48,
     sdpa=("math",),
     compile_modes=(),
 )

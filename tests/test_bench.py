@@ -359,7 +359,7 @@ def test_an_absent_library_is_reported_once(monkeypatch):
     reports: list[str] = []
     assert libraries.load(torch.device("cuda"), reports.append) == []
     assert [report.split(" ")[0] for report in reports] == [
-        "flashinfer", "vllm", "vllm_fa3", "vllm_triton", "sglang", "fa3", "liger",
+        "flashinfer", "vllm", "vllm_moe", "vllm_fa3", "vllm_triton", "sglang", "fa3", "liger",
     ]  # fmt: skip
     assert reports[1].endswith("left out: ImportError: No module named 'vllm._C_stable_libtorch'")
     assert libraries.load(CPU, fail) == []
