@@ -18,6 +18,8 @@ from echokernels.attention.rope import rotary_embedding
 from echokernels.attention.rope_table import rope_table
 from echokernels.attention.split_plan import split_plan
 from echokernels.attention.workspace import attention_workspace_size
+from echokernels.moe.fused_moe import fused_moe, fused_moe_workspace_size
+from echokernels.moe.grouped_gemm import grouped_gemm
 from echokernels.moe.permute import moe_align, moe_permute, moe_unpermute
 from echokernels.moe.routing import grouped_topk, topk_softmax
 from echokernels.norm.rms_norm import fused_add_rms_norm, rms_norm
@@ -34,10 +36,13 @@ __all__ = [
     "flash_attn_varlen",
     "fused_add_rms_norm",
     "fused_gate_up",
+    "fused_moe",
+    "fused_moe_workspace_size",
     "fused_qk_norm_rope_cache",
     "fused_qkv_rope",
     "gelu_and_mul",
     "gelu_tanh_and_mul",
+    "grouped_gemm",
     "grouped_topk",
     "merge_attn_states",
     "moe_align",

@@ -74,7 +74,7 @@ def _count_kernel(
 @triton.jit(do_not_specialize=["num_ids", "capacity", "num_blocks", "expert_start", "num_chunks"])
 def _place_kernel(
     ids_ptr,  # int [num_ids / k, k]
-    sorted_ids_ptr,  # i32 [capacity]; unused without ALIGN
+    sorted_ids_ptr,  # i32 [capacity] with ALIGN; else i32 [num_ids] or None
     block_experts_ptr,  # i32 [num_blocks]; unused without ALIGN
     num_padded_ptr,  # int [1]; unused without ALIGN
     rows_ptr,  # int [num_ids / k, k]; unused with ALIGN
@@ -125,8 +125,9 @@ def _place_kernel(
     place = tl.gather(first + before - (tl.cumsum(own, 0) - own), expert, 0) + tl.arange(0, CHUNK)
     choice = chunk * CHUNK + order % CHUNK
     is_local = expert < num_experts
-    if ALIGN:
+    if sorted_ids_ptr is not None:
         tl.store(sorted_ids_ptr + place, choice, mask=is_local)
+    if ALIGN:
         blocks = room // block_size
         for i in range(chunk, tl.max(blocks, 0), tl.num_programs(0)):
             tl.store(block_experts_ptr + first // block_size + i, bins, mask=i < blocks)
@@ -157,6 +158,11 @@ def _add_up(counts_ptr, chunk, num_chunks, BLOCK_E: tl.constexpr):
     return before, total
 
 
+def num_counts(num_ids: int, num_experts: int) -> int:
+    """Int32 of memory that `order` takes for the counts of its chunks."""
+    return triton.cdiv(num_ids, CHUNK) * triton.next_power_of_2(num_experts + 1)
+
+
 def order(
     ids: torch.Tensor,
     num_experts: int,
@@ -168,9 +174,11 @@ def order(
     num_padded: torch.Tensor | None = None,
     rows: torch.Tensor | None = None,
     offsets: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
 ) -> None:
-    """Launches what finds the order of `ids`: into the first three, or into the last two."""
-    aligns = sorted_ids is not None
+    """Launches what finds the order of `ids`: with block_experts into the first three, else into
+    rows and offsets, and into sorted_ids if given. counts: int32, `num_counts` of them, memory."""
+    aligns = block_experts is not None
     num_ids, k = ids.numel(), ids.shape[1]
     num_chunks = max(
         triton.cdiv(num_ids, CHUNK), 1
@@ -183,9 +191,9 @@ def order(
         else (sorted_ids.shape[0], block_experts.shape[0])
     )
     shared = {"ALIGN": aligns, "CHUNK": chunk, "BLOCK_E": block_e, **early_launch(ids.device)}
-    counts = None
     if num_chunks > 1:
-        counts = scratch((num_chunks, block_e), torch.int32, ids.device)
+        if counts is None:
+            counts = scratch((num_counts(num_ids, num_experts),), torch.int32, ids.device)
         launch(
             _count_kernel, (num_chunks,), counts, sorted_ids, block_experts, ids, num_ids, k,
             ids.stride(0), expert_start, num_experts, *sizes, num_warps=4, **shared,

@@ -225,7 +225,7 @@ def _launch_moe_permute(
     )
 
 
-def _launch_moe_unpermute(
+def launch_unpermute(
     out: torch.Tensor, permuted: torch.Tensor, source_rows: torch.Tensor, weights: torch.Tensor
 ) -> None:
     width = permuted.shape[1]
@@ -272,7 +272,7 @@ _moe_permute = define_op(
 _moe_unpermute = define_op(
     "moe_unpermute(Tensor(a!) out, Tensor permuted, Tensor source_rows, Tensor weights) -> ()",
     check=_check_moe_unpermute,
-    triton=_launch_moe_unpermute,
+    triton=launch_unpermute,
     reference=reference.moe_unpermute,
 )
 

@@ -2,9 +2,12 @@
 
 import torch
 
-from echokernels._reference import accumulable
+from echokernels._reference import accumulable, linear
+from echokernels.activation import reference as activation_reference
 
 MAX_FLOAT = torch.finfo(torch.float32).max
+ACTIVATIONS = ("none", *activation_reference.ACTIVATIONS)
+"""Of the gate of a gated MLP; "none": there is none."""
 
 
 def topk_softmax(
@@ -131,3 +134,48 @@ def moe_unpermute(
         here = row >= 0
         total[here] += weight[here, None].to(total.dtype) * accumulable(permuted[row[here]])
     out.copy_(total)
+
+
+def grouped_gemm(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    expert_offsets: torch.Tensor,
+    row_weights: torch.Tensor | None,
+    activation: str,
+) -> None:
+    bounds = expert_offsets.tolist()
+    for of_expert, begin, end in zip(weight, bounds, bounds[1:], strict=False):
+        if begin == end:
+            continue
+        y = linear(x[begin:end], of_expert, None)
+        if activation != "none":
+            product = y.new_empty(end - begin, out.shape[1])
+            activation_reference.ACTIVATIONS[activation](product, y)
+            y = product
+        if row_weights is not None:
+            y = y * row_weights[begin:end, None].to(y.dtype)
+        out[begin:end] = y
+
+
+def fused_moe(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    activation: str,
+    expert_start: int = 0,
+    workspace: torch.Tensor | None = None,  # noqa: ARG001
+) -> None:
+    num_experts, num_ids = w1.shape[0], ids.numel()
+    permuted = x.new_empty(num_ids, x.shape[1])
+    offsets = torch.empty(num_experts + 1, dtype=torch.int64)
+    rows = torch.empty(ids.shape, dtype=torch.int64)
+    moe_permute(permuted, offsets, rows, x, ids, num_experts, expert_start)
+    hidden = accumulable(x).new_empty(num_ids, w2.shape[2])
+    grouped_gemm(hidden, permuted, w1, offsets, None, activation)
+    products = hidden.new_empty(num_ids, out.shape[1])
+    grouped_gemm(products, hidden, w2, offsets, None, "none")
+    moe_unpermute(out, products, rows, weights)

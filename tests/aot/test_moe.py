@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from tests.aot.harness import TARGETS, compile_op, global_accesses, local_memory, meta
+from tests.aot.harness import (
+    TARGETS,
+    compile_op,
+    global_accesses,
+    local_memory,
+    meta,
+    spills_in_loops,
+)
 
 INT = torch.int32
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
@@ -72,3 +79,33 @@ def test_rows_move_16_bytes_at_a_time():
     assert {*global_accesses(copy, wide=True)} == {"ld", "st"}
     assert {*global_accesses(copy, wide=False)} == {"ld"}  # rows
     assert {*global_accesses(join, wide=True)} == {"ld", "st"}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    # rows of all experts, of which there are 128 or 8; width; K
+    ("dtype", "rows", "experts", "width", "depth", "activation"),
+    [
+        (BF16, 8, 128, 768, 2048, "silu"),
+        (BF16, 512, 128, 2048, 768, "none"),
+        (FP16, 8192, 8, 14_336, 4096, "gelu"),
+        (FP32, 64, 8, 96, 40, "gelu_tanh"),
+    ],
+)
+def test_grouped_gemm(target, dtype, rows, experts, width, depth, activation):
+    size = width if activation == "none" else 2 * width
+    x, out = meta(rows, depth, dtype=dtype), meta(rows, width, dtype=dtype)
+    weight, offsets = meta(experts, size, depth, dtype=dtype), meta(experts + 1, dtype=INT)
+    weights = meta(rows, dtype=FP32) if activation == "none" else None
+    (kernel,) = compile_op("grouped_gemm", target, out, x, weight, offsets, weights, activation)
+    if target != "gfx942":
+        assert not spills_in_loops(kernel)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("tokens", "launches"), [(1, 4), (4096, 5)])
+def test_fused_moe(target, tokens, launches):
+    x, weights, ids = meta(tokens, 256), meta(tokens, 8, dtype=FP32), meta(tokens, 8, dtype=INT)
+    w1, w2 = meta(128, 2 * 96, 256), meta(128, 256, 96)
+    kernels = compile_op("fused_moe", target, x, x, w1, w2, weights, ids, "silu", 0, None)
+    assert len(kernels) == launches

@@ -100,6 +100,14 @@ def examples(device: torch.device, tokens: int = 5) -> dict[str, tuple[Any, ...]
             torch.zeros(2 * tokens, 64, device=device), index(*range(8)), choices(), x, choices(),
             7, 1,
         ),
+        "grouped_gemm": (
+            torch.zeros(tokens, 20, device=device), x, new(3, 40, 80)[..., :64],
+            index(0, 1, 1, tokens), new(tokens), "silu",
+        ),
+        "fused_moe": (
+            torch.zeros_like(x), x, new(7, 40, 80)[..., :64], new(7, 64, 32)[..., :20],
+            new(tokens, 2).abs(), choices(), "silu", 1, None,
+        ),
         "moe_unpermute": (
             torch.zeros_like(x), new(2 * tokens, 80)[:, :64], choices(), new(tokens, 2).abs(),
         ),

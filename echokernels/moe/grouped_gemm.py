@@ -1,0 +1,277 @@
+"""Products of many experts in one launch: rows sorted by expert, each group with its own weight.
+
+    out[r] = f(x[r] W_e^T) * row_weights[r]        expert_offsets[e] <= r < expert_offsets[e + 1]
+
+f is the identity ("none"), or act(gate) * up of W = [Wg; Wu] as in gate_up.py ("silu", "gelu",
+"gelu_tanh"). x: [rows, K], weight: [experts, width, K], twice the width with an activation;
+expert_offsets: [experts + 1], ascending; row_weights: fp32 [rows] or None. Products are summed in
+fp32 and only the result is rounded, into `out`, [rows, width], which is mutated; rows outside all
+groups are not written.
+
+Programs stay and take one tile after another, counted over all experts from expert_offsets on the
+device: nothing waits for the host, and an expert without rows costs nothing. Tiles of an expert's
+rows that share weights come one after another. Which tile is taken follows from shapes alone, never
+from offsets: one CUDA graph serves any load.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from echokernels._checks import (
+    FLOATS,
+    INDEX,
+    check_dim,
+    check_dtype,
+    check_last_contiguous,
+    check_one_of,
+    check_range,
+    check_same_device,
+    check_shape,
+)
+from echokernels._gemm import project, split_pairs, token_block, weight_rows, weight_tile
+from echokernels._launch import launch
+from echokernels._library import define_op
+from echokernels._pdl import early_launch, let_next_start, wait_for_previous
+from echokernels._target import INTERPRETED, Target, target_of
+from echokernels._tuning import TileConfig, select
+from echokernels.activation.gated import activate
+from echokernels.moe import reference
+from echokernels.moe.routing import MAX_EXPERTS
+
+
+@triton.jit(do_not_specialize=["k"])
+def _grouped_gemm_kernel(
+    out_ptr,  # [rows, width]
+    x_ptr,  # [rows, K]
+    weight_ptr,  # [num_experts, width, K]; [num_experts, 2 * width, K] with an activation
+    offsets_ptr,  # int [num_experts + 1]
+    row_weights_ptr,  # f32 [rows], or None
+    choices_ptr,  # i32 [rows]: a row's choice, which is of row choice // k of x; or None
+    num_experts,
+    width,
+    K,
+    k,
+    out_stride,
+    x_stride,
+    weight_stride_expert,
+    weight_stride,
+    ACTIVATION: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_E: tl.constexpr,  # num_experts
+    BLOCK_M: tl.constexpr,  # rows of a weight: half of them gates with an activation
+    BLOCK_T: tl.constexpr,  # rows of x
+    BLOCK_K: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    GATED: tl.constexpr = ACTIVATION != "none"
+    BLOCK_N: tl.constexpr = BLOCK_M // 2 if GATED else BLOCK_M
+    expert = tl.arange(0, BLOCK_E)
+    exists = expert < num_experts
+    wait_for_previous(PDL)
+    begin = tl.load(offsets_ptr + expert, mask=exists, other=0).to(tl.int32)
+    end = tl.load(offsets_ptr + expert + 1, mask=exists, other=0).to(tl.int32)
+    row_tiles = tl.cdiv(end - begin, BLOCK_T)
+    # Tiles of all experts up to each.
+    tiles = tl.cumsum(row_tiles, 0) * tl.cdiv(width, BLOCK_N)
+    let_next_start(PDL)
+    for tile in range(tl.program_id(0), tl.max(tiles, 0), tl.num_programs(0)):
+        owner = tl.sum((tiles <= tile).to(tl.int32), 0)
+        own = expert == owner
+        own_tiles = tl.sum(tl.where(own, row_tiles, 0), 0)
+        place = tile - tl.max(tl.where(expert < owner, tiles, 0), 0)
+        first = tl.sum(tl.where(own, begin, 0), 0) + place % own_tiles * BLOCK_T
+        token = first.to(tl.int64) + tl.arange(0, BLOCK_T)
+        token_mask = token < tl.sum(tl.where(own, end, 0), 0)
+        source = token
+        if choices_ptr is not None:
+            source = tl.load(choices_ptr + token, mask=token_mask, other=0).to(tl.int64) // k
+        weight = weight_ptr + owner.to(tl.int64) * weight_stride_expert
+
+        row = tl.arange(0, BLOCK_M)
+        column = place // own_tiles * BLOCK_N + (row // 2 if GATED else row)
+        # With an activation row 2i of the tile is a gate, row 2i + 1 the up of the same output.
+        weight_row = row % 2 * width + column if GATED else column
+        acc = project(
+            weight, weight_stride, weight_row.to(tl.int64), column < width, x_ptr, x_stride, source,
+            token_mask, K, EVEN_K, BLOCK_K, UPCAST,
+        )  # fmt: skip
+        if GATED:
+            gate, up = split_pairs(acc)
+            acc = activate(gate, ACTIVATION) * up
+        if row_weights_ptr is not None:
+            acc *= tl.load(row_weights_ptr + token, mask=token_mask, other=0.0)[None, :]
+        column = place // own_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+        out_tile = out_ptr + (token * out_stride)[None, :] + column[:, None]
+        mask = (column < width)[:, None] & token_mask[None, :]
+        tl.store(out_tile, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def _blocks(
+    num_rows: int, num_experts: int, weight_size: int, itemsize: int, target: Target
+) -> tuple[int, int]:
+    """(BLOCK_M, BLOCK_T) for experts that share the rows evenly."""
+    block_t = token_block(triton.cdiv(num_rows, num_experts), itemsize)
+    return weight_rows(weight_size, block_t, itemsize, target), block_t
+
+
+def _num_programs(
+    num_rows: int, num_experts: int, column_tiles: int, block_t: int, target: Target
+) -> int:
+    """As many as there may be tiles, but no more than run at once."""
+    row_tiles = min(num_rows, num_experts) + max(num_rows - num_experts, 0) // block_t
+    return min(row_tiles * column_tiles, target.num_sms * (4 if block_t <= 32 else 2))
+
+
+def _check(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    expert_offsets: torch.Tensor,
+    row_weights: torch.Tensor | None,
+    activation: str,
+) -> None:
+    check_dim("x", x, 2)
+    check_dtype("x", x, FLOATS)
+    check_dim("weight", weight, 3)
+    num_experts, weight_size, _ = weight.shape
+    check_range("weight.shape[0]", num_experts, 1, MAX_EXPERTS)
+    check_shape("weight", weight, None, None, x.shape[1])
+    check_one_of("activation", activation, reference.ACTIVATIONS)
+    gated = activation != "none"
+    if weight_size == 0 or (gated and weight_size % 2):
+        raise ValueError(
+            f"weight.shape is {tuple(weight.shape)}, must have "
+            f"{'an even second dimension, at least 2' if gated else 'a second dimension of 1'}"
+        )
+    check_shape("out", out, x.shape[0], weight_size // 2 if gated else weight_size)
+    for name, tensor in (("weight", weight), ("out", out)):
+        check_dtype(name, tensor, (x.dtype,))
+    check_shape("expert_offsets", expert_offsets, num_experts + 1)
+    check_dtype("expert_offsets", expert_offsets, INDEX)
+    if row_weights is not None:
+        check_shape("row_weights", row_weights, x.shape[0])
+        check_dtype("row_weights", row_weights, (torch.float32,))
+        check_last_contiguous("row_weights", row_weights)
+    for name, tensor in (
+        ("x", x), ("weight", weight), ("out", out), ("expert_offsets", expert_offsets),
+    ):  # fmt: skip
+        check_last_contiguous(name, tensor)
+    check_same_device(
+        "x", x, weight=weight, out=out, expert_offsets=expert_offsets, row_weights=row_weights
+    )
+
+
+def _debug_check(
+    out: torch.Tensor,  # noqa: ARG001
+    x: torch.Tensor,
+    weight: torch.Tensor,  # noqa: ARG001
+    expert_offsets: torch.Tensor,
+    row_weights: torch.Tensor | None,  # noqa: ARG001
+    activation: str,  # noqa: ARG001
+) -> None:
+    if (
+        expert_offsets[0] < 0
+        or expert_offsets[-1] > x.shape[0]
+        or (expert_offsets.diff() < 0).any()
+    ):
+        raise ValueError(
+            f"expert_offsets is {expert_offsets.tolist()}, must ascend from 0 to at most {len(x)}"
+        )
+
+
+def launch_grouped_gemm(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    expert_offsets: torch.Tensor,
+    row_weights: torch.Tensor | None,
+    activation: str,
+    choices: torch.Tensor | None = None,
+    k: int = 1,
+) -> None:
+    """choices: int32 [rows], of which token and expert (token * k + j) each row of `out` is; x then
+    has a row for each token. Without them a row for each of `out`."""
+    (num_rows, width), (num_experts, weight_size, depth) = out.shape, weight.shape
+    if num_rows == 0:
+        return
+    target, itemsize = target_of(x.device), x.element_size()
+    block_m, block_t = _blocks(num_rows, num_experts, weight_size, itemsize, target)
+    programs = _num_programs(
+        num_rows, num_experts, triton.cdiv(weight_size, block_m), block_t, target
+    )
+
+    def heuristic() -> TileConfig:
+        return weight_tile(block_m, block_t, programs, itemsize, target)
+
+    key = (block_m, block_t, programs, itemsize, target.name)
+    config = select("grouped_gemm", key, heuristic)
+    launch(
+        _grouped_gemm_kernel,
+        (programs,),
+        out,
+        x,
+        weight,
+        expert_offsets,
+        row_weights,
+        choices,
+        num_experts,
+        width,
+        depth,
+        k,
+        out.stride(0),
+        x.stride(0),
+        weight.stride(0),
+        weight.stride(1),
+        ACTIVATION=activation,
+        EVEN_K=depth % config.block_n == 0,
+        BLOCK_E=triton.next_power_of_2(num_experts),
+        BLOCK_M=config.block_m,
+        BLOCK_T=block_t,
+        BLOCK_K=config.block_n,
+        UPCAST=INTERPRETED,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **early_launch(x.device),
+    )
+
+
+_grouped_gemm = define_op(
+    "grouped_gemm(Tensor(a!) out, Tensor x, Tensor weight, Tensor expert_offsets, "
+    "Tensor? row_weights, str activation) -> ()",
+    check=_check,
+    debug_check=_debug_check,
+    triton=launch_grouped_gemm,
+    reference=reference.grouped_gemm,
+)
+
+
+def grouped_gemm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    expert_offsets: torch.Tensor,
+    *,
+    row_weights: torch.Tensor | None = None,
+    activation: str = "none",
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[rows, width]: each row of x times the weight of its expert.
+
+    x: [rows, K], fp16, bf16 or fp32, rows sorted by expert as `moe_permute` returns them.
+    weight: [experts, width, K], at most 512 experts; with an activation [experts, 2 * width, K],
+        the gate projection's rows, then the up projection's. fp32 is multiplied exactly (no TF32).
+    expert_offsets: int32 or int64 [experts + 1], where each expert's rows begin, and the end.
+    row_weights: fp32 [rows], multiplies each row of the result, or None.
+    activation: "none", or "silu", "gelu" (erf) or "gelu_tanh" of the gate.
+    out: where the result goes; a new tensor by default. Rows outside all groups are not written.
+
+    Raises:
+        TypeError, ValueError: A dtype, shape, stride or device does not fit.
+    """
+    if out is None:
+        check_dim("x", x, 2)
+        check_dim("weight", weight, 3)
+        out = x.new_empty(x.shape[0], weight.shape[1] // (1 if activation == "none" else 2))
+    _grouped_gemm(out, x, weight, expert_offsets, row_weights, activation)
+    return out

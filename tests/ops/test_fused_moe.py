@@ -1,0 +1,156 @@
+"""fused_moe against float64, token by token and expert by expert."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echokernels import fused_moe, fused_moe_workspace_size, topk_softmax
+from tests.ops.test_grouped_gemm import ACTIVATIONS, dtypes
+from tests.ops.test_moe_permute import as_tensor, routes, small_chunks  # noqa: F401
+from tests.strategies import generator, poisoned, randn, seeds, strided_randn
+from tests.tolerances import assert_close
+
+HIDDEN, WIDTH = 40, 24
+
+
+def expected(x, w1, w2, weights, ids, activation, start):
+    """In float64, with what the experts compute rounded to x's dtype where the op rounds it."""
+    out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for token, row in enumerate(ids):
+        for j, expert in enumerate(row):
+            if not 0 <= expert - start < len(w1):
+                continue
+            gate, up = (w1[expert - start].double() @ x[token].double()).chunk(2)
+            between = (ACTIVATIONS[activation](gate) * up).to(x.dtype).double()
+            product = (w2[expert - start].double() @ between).to(x.dtype).double()
+            out[token] += weights[token, j].double() * product
+    return out
+
+
+def layer(num_experts, dtype, device, gen, hidden=HIDDEN, width=WIDTH):
+    """(w1, w2): slices of wider weights."""
+    make = {"dtype": dtype, "device": device, "gen": gen, "pad": 8}
+    w1 = strided_randn(num_experts, 2 * width, hidden, **make, scale=hidden**-0.5)
+    return w1, strided_randn(num_experts, hidden, width, **make, scale=width**-0.5)
+
+
+@given(
+    route=routes(most_experts=60),
+    dtype=dtypes,
+    id_dtype=st.sampled_from([torch.int32, torch.int64]),
+    activation=st.sampled_from(sorted(ACTIVATIONS)),
+    pad=st.sampled_from([0, 8]),
+    with_workspace=st.booleans(),
+    seed=seeds,
+)
+def test_fused_moe(device, route, dtype, id_dtype, activation, pad, with_workspace, seed):
+    ids, k, num_experts, start = route
+    gen = generator(seed)
+    x = strided_randn(len(ids), HIDDEN, dtype=dtype, device=device, gen=gen, pad=pad)
+    w1, w2 = layer(num_experts, dtype, device, gen)
+    weights = randn(len(ids), k, dtype=torch.float32, device=device, gen=gen)
+    workspace = None
+    if with_workspace:
+        size = fused_moe_workspace_size(len(ids), k, HIDDEN, WIDTH, num_experts, dtype)
+        workspace = torch.full((size,), 255, dtype=torch.uint8, device=device)  # NaN in any dtype
+    out = poisoned(len(ids), HIDDEN + pad, dtype=dtype, device=device)[:, :HIDDEN]
+    got = fused_moe(
+        x, w1, w2, weights, as_tensor(ids, k, id_dtype, device, pad), activation=activation,
+        expert_start=start, workspace=workspace, out=out,
+    )  # fmt: skip
+    assert got is out
+    # Rounded where the exact value was near the border between two, an element is off by an ulp.
+    assert_close(out, expected(x, w1, w2, weights, ids, activation, start), roundings=3)
+
+
+def test_ranks_of_experts_add_up(device):
+    gen = generator(0)
+    x = randn(50, HIDDEN, dtype=torch.float32, device=device, gen=gen)
+    w1, w2 = layer(32, torch.float32, device, gen)
+    weights, ids = topk_softmax(randn(50, 32, dtype=torch.float32, device=device, gen=gen), 4)
+    parts = [
+        fused_moe(x, w1[i : i + 8], w2[i : i + 8], weights, ids, expert_start=i)
+        for i in range(0, 32, 8)
+    ]
+    whole = fused_moe(x, w1, w2, weights, ids)
+    assert_close(sum(parts), whole.double(), roundings=16)
+
+
+def test_a_token_does_not_depend_on_the_batch(device):
+    gen = generator(0)
+    x = randn(33, HIDDEN, dtype=torch.float32, device=device, gen=gen)
+    w1, w2 = layer(8, torch.float32, device, gen)
+    weights, ids = topk_softmax(randn(33, 8, dtype=torch.float32, device=device, gen=gen), 2)
+    whole = fused_moe(x, w1, w2, weights, ids)
+    alone = torch.cat(
+        [fused_moe(x[i : i + 1], w1, w2, weights[i : i + 1], ids[i : i + 1]) for i in (0, 7, 32)]
+    )
+    assert_close(alone, whole[[0, 7, 32]].double(), roundings=16)
+    assert torch.equal(fused_moe(x, w1, w2, weights, ids), whole)
+
+
+def arguments(device="cpu", tokens=3):
+    ids = torch.tensor([[0, 3]] * tokens, device=device)
+    x = torch.zeros(tokens, HIDDEN, device=device)
+    w1 = torch.zeros(4, 2 * WIDTH, HIDDEN, device=device)
+    w2 = torch.zeros(4, HIDDEN, WIDTH, device=device)
+    return x, w1, w2, torch.ones(tokens, 2, device=device), ids
+
+
+def test_a_workspace_that_does_not_fit_is_refused():
+    need = fused_moe_workspace_size(3, 2, HIDDEN, WIDTH, 4, torch.float32)
+    fused_moe(*arguments(), workspace=torch.empty(need, dtype=torch.uint8))
+    with pytest.raises(ValueError, match=rf"workspace has {need - 1} bytes, must have at least"):
+        fused_moe(*arguments(), workspace=torch.empty(need - 1, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="workspace begins at byte 1 of its storage"):
+        fused_moe(*arguments(), workspace=torch.empty(need + 1, dtype=torch.uint8)[1:])
+    with pytest.raises(ValueError, match=r"workspace\.stride\(\) is \(2,\), must be contiguous"):
+        fused_moe(*arguments(), workspace=torch.empty(2 * need, dtype=torch.uint8)[::2])
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({1: torch.zeros(4, 40, HIDDEN)}, r"w1\.shape is \(4, 40, 40\), must be \(4, 48, 40\)"),
+        ({2: torch.zeros(4, 41, WIDTH)}, r"x\.shape is \(3, 40\), must be \(\*, 41\)"),
+        ({3: torch.ones(3, 3)}, r"weights\.shape is \(3, 3\), must be \(3, 2\)"),
+        ({4: torch.zeros(4, 2).int()}, r"ids\.shape is \(4, 2\), must be \(3, \*\)"),
+    ],
+)
+def test_shapes_that_are_refused(change, error):
+    args = [change.get(i, value) for i, value in enumerate(arguments())]
+    with pytest.raises(ValueError, match=error):
+        fused_moe(*args)
+
+
+def test_values_that_are_refused():
+    with pytest.raises(ValueError, match="activation is 'none', must be 'silu'"):
+        fused_moe(*arguments(), activation="none")
+    with pytest.raises(ValueError, match="expert_start is -1, must be at least 0"):
+        fused_moe(*arguments(), expert_start=-1)
+    with pytest.raises(ValueError, match="k is 0, must be from 1 to 16"):
+        fused_moe_workspace_size(3, 0, 8, 8, 4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [3, 700])
+def test_one_graph_serves_any_load(cuda, tokens):
+    gen = generator(0)
+    x = randn(tokens, HIDDEN, dtype=torch.bfloat16, device=cuda, gen=gen)
+    w1, w2 = layer(16, torch.bfloat16, cuda, gen)
+    weights = torch.rand(tokens, 4, generator=gen).to(cuda)
+    ids = torch.zeros(tokens, 4, dtype=torch.int32, device=cuda)
+    size = fused_moe_workspace_size(tokens, 4, HIDDEN, WIDTH, 16)
+    workspace = torch.empty(size, dtype=torch.uint8, device=cuda)
+    out = torch.empty_like(x)
+    fused_moe(x, w1, w2, weights, ids, workspace=workspace, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fused_moe(x, w1, w2, weights, ids, workspace=workspace, out=out)
+    for skew in (0.0, 1.0, 50.0):
+        scores = torch.rand(tokens, 16, generator=gen) - skew * torch.arange(16)
+        ids.copy_(scores.argsort(1, descending=True)[:, :4])
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, fused_moe(x, w1, w2, weights, ids))
