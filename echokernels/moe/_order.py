@@ -180,16 +180,13 @@ def order(
     rows and offsets, and into sorted_ids if given. counts: int32, `num_counts` of them, memory."""
     aligns = block_experts is not None
     num_ids, k = ids.numel(), ids.shape[1]
-    num_chunks = max(
-        triton.cdiv(num_ids, CHUNK), 1
-    )  # without choices there are still zeros to write
+    # Without choices there are still zeros to write.
+    num_chunks = max(triton.cdiv(num_ids, CHUNK), 1)
     chunk = min(CHUNK, max(triton.next_power_of_2(num_ids), 16))
     block_e = triton.next_power_of_2(num_experts + 1)
-    sizes = (
-        (0, 0)
-        if sorted_ids is None or block_experts is None
-        else (sorted_ids.shape[0], block_experts.shape[0])
-    )
+    sizes = 0, 0
+    if sorted_ids is not None and block_experts is not None:
+        sizes = sorted_ids.shape[0], block_experts.shape[0]
     shared = {"ALIGN": aligns, "CHUNK": chunk, "BLOCK_E": block_e, **early_launch(ids.device)}
     if num_chunks > 1:
         if counts is None:
