@@ -237,3 +237,29 @@ def moe_permute(x: Tensor, ids: Tensor, num_experts: int) -> Tensor:  # noqa: AR
 def moe_unpermute(permuted: Tensor, source_rows: Tensor, weights: Tensor) -> Tensor:
     rows = permuted[source_rows.long()] * weights[..., None]
     return rows.sum(1).to(permuted.dtype)
+
+
+def fused_moe(x: Tensor, w1: Tensor, w2: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    """Expert by expert, in the dtype of x."""
+    out = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    for expert in ids.unique().tolist():
+        token, place = (ids == expert).nonzero(as_tuple=True)
+        gate, up = (x[token] @ w1[expert].to(x.dtype).T).chunk(2, -1)
+        product = (functional.silu(gate) * up) @ w2[expert].to(x.dtype).T
+        out.index_add_(0, token, product.to(out.dtype) * weights[token, place, None])
+    return out.to(x.dtype)
+
+
+def fused_moe_grouped(x: Tensor, w1: Tensor, w2: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    """With PyTorch's grouped matrix product, on rows that are sorted by expert."""
+    experts = ids.flatten().long()
+    order = experts.argsort(stable=True)
+    counts = torch.zeros(len(w1), dtype=torch.int32, device=x.device)
+    ends = counts.scatter_add_(0, experts, torch.ones_like(experts, dtype=torch.int32)).cumsum(0)
+    ends = ends.to(torch.int32)
+    token = order // ids.shape[1]
+    gate, up = torch._grouped_mm(x[token], w1.transpose(1, 2), offs=ends).chunk(2, -1)
+    between = (functional.silu(gate) * up).contiguous()
+    products = torch._grouped_mm(between, w2.transpose(1, 2), offs=ends)
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    return out.index_add_(0, token, products * weights.flatten()[order, None]).to(x.dtype)

@@ -18,6 +18,7 @@ from bench.decode import decodes
 from bench.inputs import randn
 from bench.int8_kv import QUANTISED, decodes_int8, int8_rows, prefills_int8
 from bench.moe import experts
+from bench.moe_layers import expert_layers
 from bench.peers import formula_peers, four_kernels
 from bench.prefill import prefills
 from bench.projections import projections, with_epilogue
@@ -53,6 +54,7 @@ def cases(s: Suite) -> list[Case]:
         *decodes_int8(s),
         *(_merge_attn_states(s, t) for t in s.merged_tokens),
         *experts(s),
+        *expert_layers(s),
         *(_sample_greedy(s, rows) for rows in s.sampled_rows),
         *(_sample_temperature(s, rows) for rows in s.sampled_rows),
         *(_sample_top_k_top_p(s, rows, s.vocab, torch.float32) for rows in s.sampled_rows),

@@ -23,6 +23,18 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """A layer of experts, with how many tokens at a time."""
+
+    hidden: int
+    width: int
+    count: int
+    chosen: int  # by each token
+    tokens: Sequence[int]
+    skewed_tokens: Sequence[int] = ()  # of which half have the first two experts among theirs
+
+
+@dataclass(frozen=True)
 class Prefill:
     """Queries and keys of each sequence; the last query stands at the last key."""
 
@@ -109,6 +121,7 @@ class Suite:
     experts: int
     chosen: int  # of them by each token
     expert_hidden: int
+    expert_layers: Mapping[str, Experts]
     sdpa: tuple[str, ...] = ("cudnn", "flash")
     compile_modes: tuple[str, ...] = ("default",)
 
@@ -179,6 +192,10 @@ FULL = Suite(
     experts=128,
     chosen=8,
     expert_hidden=2048,
+    expert_layers={
+        "qwen3-30b-a3b": Experts(2048, 768, 128, 8, (1, 64, 4096, 16_384), (4096,)),
+        "mixtral-8x7b": Experts(4096, 14_336, 8, 2, (1, 64, 4096, 16_384), (4096,)),
+    },
 )
 QUICK = Suite(
     tokens=(1, 5),
@@ -211,6 +228,7 @@ QUICK = Suite(
     experts=8,
     chosen=2,
     expert_hidden=48,
+    expert_layers={"tiny": Experts(48, 32, 4, 2, (1, 9), (9,))},
     sdpa=("math",),
     compile_modes=(),
 )
