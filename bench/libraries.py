@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench import decode_peers
+from bench import decode_peers, moe_peers
 from bench.case import Case, Outputs, Peer, mutating, returning
 from bench.inputs import split_heads
 from bench.peers import four_kernels
@@ -213,20 +213,23 @@ def _vllm_moe() -> Kernels:
         ops.topk_softmax(weights, ids, rows, logits, True, None, None)
         return weights, ids
 
-    def route_and_align(logits: Tensor, k: int, block_size: int) -> Tensor:
-        _, ids = route(logits, k)
-        experts, num_ids = logits.shape[1], ids.numel()
-        size = min(num_ids + experts * (block_size - 1), num_ids * block_size)
+    def align(ids: Tensor, experts: int, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
+        size = min(ids.numel() + experts * (block_size - 1), ids.numel() * block_size)
         lengths = size, -(-size // block_size), 1
         sorted_ids, block_experts, num_padded = (ids.new_empty(n) for n in lengths)
         ops.moe_align_block_size(
             ids, experts, block_size, sorted_ids, block_experts, num_padded, None, None
         )
-        return sorted_ids
+        return sorted_ids, block_experts, num_padded
+
+    def route_and_align(logits: Tensor, k: int, block_size: int) -> Tensor:
+        _, ids = route(logits, k)
+        return align(ids, logits.shape[1], block_size)[0]
 
     return {
         "topk_softmax": {"vllm": returning(route)},
         "moe_align": {"vllm": returning(route_and_align)},
+        "fused_moe": moe_peers.vllm(align),
     }
 
 

@@ -53,6 +53,7 @@ def _case(name: str, shape: Experts, tokens: int, skewed: bool) -> Case:
         num_bytes=round(_touched(shape, tokens) * weight_bytes) + 2 * tokens * shape.hidden * BF16,
         num_flops=6 * tokens * shape.chosen * shape.hidden * shape.width,
         ceiling="read" if tokens <= _FEW else "matmul",
+        tags=frozenset({name}),
         peers={"torch-grouped_mm": returning(_of_layer(formulas.fused_moe_grouped))},
     )
 
