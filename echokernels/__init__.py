@@ -20,7 +20,12 @@ from echokernels.attention.split_plan import split_plan
 from echokernels.attention.workspace import attention_workspace_size
 from echokernels.moe.fused_moe import fused_moe, fused_moe_workspace_size
 from echokernels.moe.grouped_gemm import grouped_gemm
-from echokernels.moe.permute import moe_align, moe_permute, moe_unpermute
+from echokernels.moe.permute import (
+    moe_align,
+    moe_align_capacity,
+    moe_permute,
+    moe_unpermute,
+)
 from echokernels.moe.routing import grouped_topk, topk_softmax
 from echokernels.norm.rms_norm import fused_add_rms_norm, rms_norm
 from echokernels.norm.rms_norm_quant import rms_norm_quant
@@ -46,6 +51,7 @@ __all__ = [
     "grouped_topk",
     "merge_attn_states",
     "moe_align",
+    "moe_align_capacity",
     "moe_permute",
     "moe_unpermute",
     "no_jit",

@@ -94,8 +94,9 @@ def _unpermute_kernel(
     tl.store(out, total.to(out_ptr.dtype.element_ty), mask=column < width)
 
 
-def align_capacity(num_ids: int, num_experts: int, block_size: int) -> int:
-    """What `sorted_ids` may need: every expert that has a choice wastes all but one of a block."""
+def moe_align_capacity(num_ids: int, num_experts: int, block_size: int) -> int:
+    """How many `sorted_ids` the op may write for so many ids: every expert that has one wastes all
+    but one place of a block. `block_experts` needs one for each block of them."""
     blocks = min(num_ids, num_experts) + max(num_ids - num_experts, 0) // block_size
     return blocks * block_size
 
@@ -129,7 +130,7 @@ def _check_moe_align(
     for name, tensor in (("sorted_ids", sorted_ids), ("block_experts", block_experts)):
         _check_indices(name, tensor, ids, None)
         check_dtype(name, tensor, (torch.int32,))
-    least = align_capacity(ids.numel(), num_experts, block_size)
+    least = moe_align_capacity(ids.numel(), num_experts, block_size)
     check_range("sorted_ids.shape[0]", sorted_ids.shape[0], least)
     check_range("block_experts.shape[0]", block_experts.shape[0], least // block_size)
     _check_indices("num_padded", num_padded, ids, 1)
@@ -294,7 +295,7 @@ def moe_align(
     Raises:
         TypeError, ValueError: A dtype, shape or stride does not fit.
     """
-    size = align_capacity(ids.numel(), max(num_experts, 1), max(block_size, 1))
+    size = moe_align_capacity(ids.numel(), max(num_experts, 1), max(block_size, 1))
     sorted_ids, block_experts, num_padded = (
         torch.empty(n, dtype=torch.int32, device=ids.device)
         for n in (size, size // max(block_size, 1), 1)

@@ -328,7 +328,7 @@ def topk_softmax(
     """(weights, ids) of the k experts with the largest logits, and their softmax over all experts.
 
     logits: [tokens, experts], at most 512 experts; strided rows are taken as they are.
-    k: 1 to 16 (ignored when `weights` or `ids` is given).
+    k: 1 to 16.
     renormalize: divide the weights of a token by their sum.
     weights, ids: where the results go, fp32 and int32 or int64 [tokens, k]; new ones by default.
 
@@ -379,8 +379,11 @@ def grouped_topk(
 def _outputs(
     logits: torch.Tensor, k: int, weights: torch.Tensor | None, ids: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    given = weights if weights is not None else ids
-    shape = (logits.shape[0], k) if given is None else tuple(given.shape)
+    check_range("k", k, 1, MAX_CHOSEN)
+    shape = logits.shape[0], k
+    for name, given in (("weights", weights), ("ids", ids)):
+        if given is not None:
+            check_shape(name, given, *shape)
     if weights is None:
         weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
     if ids is None:

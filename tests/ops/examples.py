@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 import echokernels
-from echokernels.moe.permute import align_capacity
+from echokernels.moe.permute import moe_align_capacity
 from tests.strategies import generator, randn
 
 
@@ -29,7 +29,7 @@ def examples(device: torch.device, tokens: int = 5) -> dict[str, tuple[Any, ...]
     def choices() -> torch.Tensor:  # of eight experts, two for each token
         return torch.stack((steps(0, 1) % 8, steps(3, 1) % 8), dim=1)
 
-    blocks = align_capacity(2 * tokens, 7, 4) // 4
+    blocks = moe_align_capacity(2 * tokens, 7, 4) // 4
     x, weight = new(tokens, 80)[:, :64], new(64)
     qkv = new(tokens, 6, 32)
     q, k, v = qkv[:, :4], qkv[:, 4:5], qkv[:, 5:]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from echokernels import moe_align, moe_permute, moe_unpermute
 from echokernels._target import INTERPRETED
 from echokernels.moe import _order
-from echokernels.moe.permute import align_capacity
+from echokernels.moe.permute import moe_align_capacity
 from tests.strategies import dtypes, generator, poisoned, randn, seeds, strided_randn
 from tests.tolerances import assert_close
 
@@ -68,7 +68,7 @@ def as_tensor(ids, k, dtype, device, pad=0):
 def test_moe_align(device, route, id_dtype, block_size, pad, extra):
     ids, k, num_experts, start = route
     num_ids = len(ids) * k
-    blocks = align_capacity(num_ids, num_experts, block_size) // block_size + extra
+    blocks = moe_align_capacity(num_ids, num_experts, block_size) // block_size + extra
     sorted_ids, block_experts, num_padded = (
         poisoned(n, dtype=torch.int32, device=device) for n in (blocks * block_size, blocks, 1)
     )
@@ -91,7 +91,7 @@ def test_there_is_room_for_any_route(route, block_size):
     ids, k, num_experts, start = route
     choices = in_order(ids, num_experts, start)
     needed = sum(-(-len(c) // block_size) * block_size for c in choices)
-    assert needed <= align_capacity(len(ids) * k, num_experts, block_size)
+    assert needed <= moe_align_capacity(len(ids) * k, num_experts, block_size)
 
 
 def test_moe_align_makes_its_outputs(device):
@@ -108,7 +108,7 @@ def test_no_more_room_than_the_worst_route_takes(num_ids, experts, block_size):
         sum(-(-n // block_size) * block_size for n in counts)
         for counts in partitions(num_ids, experts)
     )
-    assert align_capacity(num_ids, experts, block_size) == most
+    assert moe_align_capacity(num_ids, experts, block_size) == most
 
 
 def partitions(total, parts):

@@ -196,9 +196,9 @@ def test_sigmoids_of_nothing_are_equal_shares(device):
 @pytest.mark.parametrize(
     ("route", "k", "error"),
     [
-        (topk_softmax, 0, r"weights\.shape is \(3, 0\), must have 1 to 8 columns"),
+        (topk_softmax, 0, "k is 0, must be from 1 to 16"),
         (topk_softmax, 9, r"weights\.shape is \(3, 9\), must have 1 to 8 columns"),
-        (grouped_topk, 17, r"weights\.shape is \(3, 17\), must have 1 to 8 columns"),
+        (grouped_topk, 17, "k is 17, must be from 1 to 16"),
     ],
 )
 def test_counts_that_are_refused(device, route, k, error):
@@ -229,6 +229,8 @@ def test_tensors_that_are_refused(device):
         topk_softmax(logits, 2, weights=torch.zeros(3, 2, device=device).half())
     with pytest.raises(TypeError, match=r"ids\.dtype is int16, must be int32, int64"):
         topk_softmax(logits, 2, ids=torch.zeros(3, 2, device=device).short())
+    with pytest.raises(ValueError, match=r"ids\.shape is \(3, 2\), must be \(3, 4\)"):
+        topk_softmax(logits, 4, ids=torch.zeros(3, 2, device=device).int())
     with pytest.raises(ValueError, match=r"logits\.stride\(\) is"):
         topk_softmax(torch.zeros(8, 3, device=device).T, 2)
 
