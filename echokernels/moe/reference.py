@@ -4,8 +4,8 @@ import torch
 
 from echokernels._reference import accumulable, linear
 from echokernels.activation import reference as activation_reference
+from echokernels.sampling.reference import clean
 
-MAX_FLOAT = torch.finfo(torch.float32).max
 ACTIVATIONS = ("none", *activation_reference.ACTIVATIONS)
 """Of the gate of a gated MLP; "none": there is none."""
 
@@ -13,7 +13,7 @@ ACTIVATIONS = ("none", *activation_reference.ACTIVATIONS)
 def topk_softmax(
     weights: torch.Tensor, ids: torch.Tensor, logits: torch.Tensor, renormalize: bool
 ) -> None:
-    logits = _clean(logits)
+    logits = clean(logits)
     _choose(weights, ids, _softmax(logits), logits, renormalize, 1.0)
 
 
@@ -28,22 +28,16 @@ def grouped_topk(
     renormalize: bool,
     scaling_factor: float,
 ) -> None:
-    logits = _clean(logits)
+    logits = clean(logits)
     scores = logits.sigmoid() if sigmoid else _softmax(logits)
-    choice = scores if bias is None else _clean(scores + bias.to(scores.dtype))
-    of_groups = choice.clamp_min(-MAX_FLOAT).unflatten(1, (num_groups, -1))
+    choice = scores if bias is None else clean(scores + bias.to(scores.dtype))
+    of_groups = choice.clamp_min(-torch.finfo(torch.float32).max).unflatten(1, (num_groups, -1))
     summed = min(1 if bias is None else 2, of_groups.shape[2])
     group_scores = of_groups.topk(summed, 2).values.sum(2)
     kept = torch.zeros_like(group_scores, dtype=torch.bool)
     kept.scatter_(1, _best(group_scores, topk_groups), True)
     choice = of_groups.masked_fill(~kept[..., None], -torch.inf).flatten(1)
     _choose(weights, ids, scores, choice, renormalize, scaling_factor)
-
-
-def _clean(logits: torch.Tensor) -> torch.Tensor:
-    """NaN as -inf, +inf as the largest finite number."""
-    logits = accumulable(logits)
-    return logits.where(logits == logits, -torch.inf).clamp_max(MAX_FLOAT)
 
 
 def _softmax(logits: torch.Tensor) -> torch.Tensor:

@@ -36,10 +36,11 @@ from echokernels._library import define_op
 from echokernels._pdl import early_launch, let_next_start, wait_for_previous
 from echokernels._tuning import TileConfig, select
 from echokernels.moe import reference
+from echokernels.sampling._keys import key_of
+from echokernels.sampling._row import MAX_FLOAT, below, clean
 
 MAX_EXPERTS = 512
 MAX_CHOSEN = 16
-_MAX_FLOAT = tl.constexpr(reference.MAX_FLOAT)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 # Of the keys by which experts are chosen: below that of -inf.
 _TAKEN = tl.constexpr(-(2**31))
@@ -80,7 +81,7 @@ def _routing_kernel(
 
     wait_for_previous(PDL)
     rows = logits_ptr + (token * logits_stride)[:, None, None]
-    logits = _clean(tl.load(rows + expert, mask=mask, other=float("-inf")).to(tl.float32))
+    logits = clean(tl.load(rows + expert, mask=mask, other=float("-inf")))
     let_next_start(PDL)
     scores = _sigmoid(logits) if SIGMOID else _softmax(logits, exists)
     choice = logits
@@ -88,9 +89,9 @@ def _routing_kernel(
         choice = scores
         if HAS_BIAS:
             bias = tl.load(bias_ptr + expert, mask=exists, other=0.0).to(tl.float32)
-            choice = _clean(scores + bias)
-        choice = tl.maximum(choice, -_MAX_FLOAT)
-    key = tl.where(exists, _key(choice), _TAKEN)
+            choice = clean(scores + bias)
+        choice = tl.maximum(choice, -MAX_FLOAT)
+    key = tl.where(exists, key_of(choice, 0), _TAKEN)
     if TOPK_GROUPS < GROUPS:
         kept = _kept_groups(choice, exists, group_size, TOPK_GROUPS, HAS_BIAS)
         key = tl.where(kept, key, _TAKEN)
@@ -119,12 +120,6 @@ def _routing_kernel(
 
 
 @triton.jit
-def _clean(x):
-    """NaN as -inf, +inf as the largest finite number."""
-    return tl.minimum(tl.where(x == x, x, float("-inf")), _MAX_FLOAT)
-
-
-@triton.jit
 def _sigmoid(x):
     return 1.0 / (1.0 + tl.exp2(-x * _LOG2_E))
 
@@ -133,16 +128,9 @@ def _sigmoid(x):
 def _softmax(x, exists):
     """Over each row; of equal shares where all are -inf."""
     peak = _of_row(tl.max(tl.max(x, 2), 1))
-    exponentials = tl.exp2(tl.where(x < peak, (x - peak) * _LOG2_E, 0.0))
+    exponentials = tl.exp2(below(x, peak) * _LOG2_E)
     exponentials = tl.where(exists, exponentials, 0.0)
     return exponentials / _of_row(tl.sum(tl.sum(exponentials, 2), 1))
-
-
-@triton.jit
-def _key(x):
-    """int32 in the order of x, the same for both zeros; above _TAKEN."""
-    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
@@ -157,7 +145,7 @@ def _kept_groups(choice, exists, group_size, TOPK_GROUPS: tl.constexpr, SUM_OF_T
         best += tl.where(group_size > 1, second, 0.0)
     group = tl.arange(0, choice.shape[1])[None, :]
     group_exists = tl.max(exists.to(tl.int32), 2) > 0
-    key = tl.where(group_exists, _key(best), _TAKEN)
+    key = tl.where(group_exists, key_of(best, 0), _TAKEN)
     kept = group < 0
     for _ in tl.static_range(TOPK_GROUPS):
         top = tl.max(key, 1)[:, None]

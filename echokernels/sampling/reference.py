@@ -32,7 +32,7 @@ def sample(
 ) -> None:
     if logits.shape[0] == 0:
         return
-    logits = _clean(logits)
+    logits = clean(logits)
     choice = logits.argmax(-1)
     peak = logits.gather(1, choice[:, None])
     drawn = (temperature >= GREEDY_BELOW) & (peak[:, 0] > -torch.inf)
@@ -79,7 +79,8 @@ def philox(
     return c0, c1 & _WORD, c2, c3 & _WORD
 
 
-def _clean(logits: torch.Tensor) -> torch.Tensor:
+def clean(logits: torch.Tensor) -> torch.Tensor:
+    """NaN as -inf, +inf as the largest finite number of fp32."""
     logits = accumulable(logits)
     return logits.nan_to_num(-torch.inf, torch.finfo(torch.float32).max, -torch.inf)
 
