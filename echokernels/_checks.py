@@ -45,6 +45,18 @@ def check_last_contiguous(name: str, tensor: torch.Tensor) -> None:
         )
 
 
+def check_contiguous(name: str, tensor: torch.Tensor) -> None:
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}.stride() is {tensor.stride()}, must be contiguous")
+
+
+def check_bytes(name: str, tensor: torch.Tensor, least: int, see: str) -> None:
+    """`see`: the function that tells how many."""
+    size = tensor.numel() * tensor.element_size()
+    if size < least:
+        raise ValueError(f"{name} has {size} bytes, must have at least {least}: see {see}")
+
+
 def check_same_device(anchor: str, tensor: torch.Tensor, **others: torch.Tensor | None) -> None:
     """Every tensor given must be on the device of `tensor`."""
     for name, other in others.items():

@@ -15,7 +15,7 @@ Mutates `out`, `lse` and `workspace` (scratch; nothing in it outlives the call).
 
 import torch
 
-from echokernels._checks import check_dim, check_range, check_same_device
+from echokernels._checks import check_contiguous, check_dim, check_range, check_same_device
 from echokernels._library import define_op
 from echokernels._target import target_of
 from echokernels.attention import decode_hopper, reference
@@ -85,8 +85,8 @@ def _check(
     check_biases(q, alibi_slopes, sinks, num_seqs)
     check_range("num_splits", num_splits, 0)
     check_range("kv_split_size", kv_split_size, 0)
-    if workspace is not None and not workspace.is_contiguous():
-        raise ValueError(f"workspace.stride() is {workspace.stride()}, must be contiguous")
+    if workspace is not None:
+        check_contiguous("workspace", workspace)
     check_same_device("q", q, cu_seqlens_q=cu_seqlens_q, workspace=workspace)
 
 

@@ -7,7 +7,7 @@ race between streams.
 
 import torch
 
-from echokernels._checks import check_range
+from echokernels._checks import check_bytes, check_range
 from echokernels._launch import scratch
 from echokernels._target import target_of
 from echokernels.attention.split import MOST_SEQS, most_piece_rows, most_split_rows
@@ -54,11 +54,6 @@ def partials(
     if workspace is None:
         memory = scratch((need,), torch.float32, q.device)
     else:
-        size = workspace.numel() * workspace.element_size()
-        if size < need * 4:
-            raise ValueError(
-                f"workspace has {size} bytes, must have at least {need * 4}: "
-                "see attention_workspace_size"
-            )
+        check_bytes("workspace", workspace, need * 4, "attention_workspace_size")
         memory = workspace.view(-1).view(torch.uint8)[: need * 4].view(torch.float32)
     return memory[: rows * q.shape[2]], memory[rows * q.shape[2] :]

@@ -22,6 +22,8 @@ import triton
 from echokernels._checks import (
     FLOATS,
     INDEX,
+    check_bytes,
+    check_contiguous,
     check_dim,
     check_dtype,
     check_last_contiguous,
@@ -127,18 +129,13 @@ def _check(
 
 
 def _check_workspace(workspace: torch.Tensor, *shape: int) -> None:
-    if not workspace.is_contiguous():
-        raise ValueError(f"workspace.stride() is {workspace.stride()}, must be contiguous")
-    if workspace.storage_offset() * workspace.element_size() % _ALIGNMENT:
+    check_contiguous("workspace", workspace)
+    begin = workspace.storage_offset() * workspace.element_size()
+    if begin % _ALIGNMENT:
         raise ValueError(
-            f"workspace begins at byte {workspace.storage_offset() * workspace.element_size()} of "
-            f"its storage, must be a multiple of {_ALIGNMENT}"
+            f"workspace begins at byte {begin} of its storage, must be a multiple of {_ALIGNMENT}"
         )
-    size, need = workspace.numel() * workspace.element_size(), sum(_sizes(*shape))
-    if size < need:
-        raise ValueError(
-            f"workspace has {size} bytes, must have at least {need}: see fused_moe_workspace_size"
-        )
+    check_bytes("workspace", workspace, sum(_sizes(*shape)), "fused_moe_workspace_size")
 
 
 def _launch(
