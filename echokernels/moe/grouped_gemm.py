@@ -10,8 +10,8 @@ groups are not written.
 
 Programs stay and take one tile after another, counted over all experts from expert_offsets on the
 device: nothing waits for the host, and an expert without rows costs nothing. Tiles of an expert's
-rows that share weights come one after another. Which tile is taken follows from shapes alone, never
-from offsets: one CUDA graph serves any load.
+rows that share weights come one after another. Sizes of tiles, and how many programs there are,
+follow from shapes alone, never from offsets: one CUDA graph serves any load.
 """
 
 import torch
@@ -141,10 +141,10 @@ def _check(
     check_one_of("activation", activation, reference.ACTIVATIONS)
     gated = activation != "none"
     if weight_size == 0 or (gated and weight_size % 2):
-        raise ValueError(
-            f"weight.shape is {tuple(weight.shape)}, must have "
-            f"{'an even second dimension, at least 2' if gated else 'a second dimension of 1'}"
+        least = (
+            "an even second dimension, at least 2" if gated else "a second dimension, at least 1"
         )
+        raise ValueError(f"weight.shape is {tuple(weight.shape)}, must have {least}")
     check_shape("out", out, x.shape[0], weight_size // 2 if gated else weight_size)
     for name, tensor in (("weight", weight), ("out", out)):
         check_dtype(name, tensor, (x.dtype,))
