@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echokernels import fused_moe, fused_moe_workspace_size, topk_softmax
-from tests.ops.test_grouped_gemm import ACTIVATIONS, dtypes
-from tests.ops.test_moe_permute import as_tensor, routes, small_chunks  # noqa: F401
+from tests.ops.moe_routes import as_tensor, routes, small_chunks  # noqa: F401
+from tests.ops.test_gate_up import ACTIVATIONS
+from tests.ops.test_grouped_gemm import dtypes
 from tests.strategies import generator, poisoned, randn, seeds, strided_randn
 from tests.tolerances import assert_close
 

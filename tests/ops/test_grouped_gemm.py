@@ -1,5 +1,7 @@
 """grouped_gemm against float64, group by group."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,16 +11,12 @@ from echokernels import grouped_gemm
 from echokernels._target import INTERPRETED, KNOWN_TARGETS
 from echokernels._tuning import TileConfig, forced
 from echokernels.moe.grouped_gemm import _blocks, _num_programs
+from tests.ops.test_gate_up import ACTIVATIONS
 from tests.strategies import FLOAT_DTYPES, generator, poisoned, randn, seeds, strided_randn
 from tests.tolerances import assert_close
 
 # The interpreter truncates to bf16 where others round.
 dtypes = st.sampled_from([d for d in FLOAT_DTYPES if not INTERPRETED or d != torch.bfloat16])
-ACTIVATIONS = {
-    "silu": torch.nn.functional.silu,
-    "gelu": torch.nn.functional.gelu,
-    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
-}
 # Rows of each expert: none, even, skewed, all of one; rows before the first and after the last.
 groups = st.sampled_from(
     [[0], [5], [0, 0, 0], [1, 1, 1, 1], [3, 0, 17, 1, 0], [0, 70, 0], [2] * 9, [33, 1, 0, 0, 40]]
@@ -70,8 +68,7 @@ def test_grouped_gemm(
     if weighted:
         row_weights = randn(rows, dtype=torch.float32, device=device, gen=gen)
     out = poisoned(rows, width + pad, dtype=dtype, device=device)[:, :width]
-    config = {} if tile is None else {"grouped_gemm": tile}
-    with forced(*next(iter(config.items()))) if config else forced("unused", TileConfig(1, 1)):
+    with nullcontext() if tile is None else forced("grouped_gemm", tile):
         got = grouped_gemm(
             x, weight, offsets, row_weights=row_weights, activation=activation, out=out
         )
