@@ -14,6 +14,8 @@ rows that share weights come one after another. Sizes of tiles, and how many pro
 follow from shapes alone, never from offsets: one CUDA graph serves any load.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -40,7 +42,26 @@ from echokernels.moe import reference
 from echokernels.moe.routing import MAX_EXPERTS
 
 
-@triton.jit(do_not_specialize=["k"])
+@dataclass(frozen=True)
+class GroupedTile(TileConfig):
+    """block_m weight rows by block_t rows of x, block_n columns of both at a time."""
+
+    block_t: int = 16
+    programs_per_sm: int = 2  # at most
+    group: int = 2**20  # row tiles of an expert that come one after another for the same weights
+
+
+@triton.jit
+def _place_of(place, row_tiles, column_tiles, group):
+    """(row tile, column tile) of an expert's tile: groups of row tiles walk along the columns."""
+    group = tl.minimum(group, row_tiles)
+    first = place // (group * column_tiles) * group
+    size = tl.minimum(row_tiles - first, group)
+    within = place - first * column_tiles
+    return first + within % size, within // size
+
+
+@triton.jit(do_not_specialize=["k", "group"])
 def _grouped_gemm_kernel(
     out_ptr,  # [rows, width]
     x_ptr,  # [rows, K]
@@ -52,6 +73,7 @@ def _grouped_gemm_kernel(
     width,
     K,
     k,
+    group,  # row tiles of an expert that share its weights
     out_stride,
     x_stride,
     weight_stride_expert,
@@ -74,14 +96,16 @@ def _grouped_gemm_kernel(
     end = tl.load(offsets_ptr + expert + 1, mask=exists, other=0).to(tl.int32)
     row_tiles = tl.cdiv(end - begin, BLOCK_T)
     # Tiles of all experts up to each.
-    tiles = tl.cumsum(row_tiles, 0) * tl.cdiv(width, BLOCK_N)
+    column_tiles = tl.cdiv(width, BLOCK_N)
+    tiles = tl.cumsum(row_tiles, 0) * column_tiles
     let_next_start(PDL)
     for tile in range(tl.program_id(0), tl.max(tiles, 0), tl.num_programs(0)):
         owner = tl.sum((tiles <= tile).to(tl.int32), 0)
         own = expert == owner
         own_tiles = tl.sum(tl.where(own, row_tiles, 0), 0)
         place = tile - tl.max(tl.where(expert < owner, tiles, 0), 0)
-        first = tl.sum(tl.where(own, begin, 0), 0) + place % own_tiles * BLOCK_T
+        row_tile, column_tile = _place_of(place, own_tiles, column_tiles, group)
+        first = tl.sum(tl.where(own, begin, 0), 0) + row_tile * BLOCK_T
         token = first.to(tl.int64) + tl.arange(0, BLOCK_T)
         token_mask = token < tl.sum(tl.where(own, end, 0), 0)
         source = token
@@ -90,7 +114,7 @@ def _grouped_gemm_kernel(
         weight = weight_ptr + owner.to(tl.int64) * weight_stride_expert
 
         row = tl.arange(0, BLOCK_M)
-        column = place // own_tiles * BLOCK_N + (row // 2 if GATED else row)
+        column = column_tile * BLOCK_N + (row // 2 if GATED else row)
         # With an activation row 2i of the tile is a gate, row 2i + 1 the up of the same output.
         weight_row = row % 2 * width + column if GATED else column
         acc = project(
@@ -102,26 +126,31 @@ def _grouped_gemm_kernel(
             acc = activate(gate, ACTIVATION) * up
         if row_weights_ptr is not None:
             acc *= tl.load(row_weights_ptr + token, mask=token_mask, other=0.0)[None, :]
-        column = place // own_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+        column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
         out_tile = out_ptr + (token * out_stride)[None, :] + column[:, None]
         mask = (column < width)[:, None] & token_mask[None, :]
         tl.store(out_tile, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def _blocks(
+def _config(
     num_rows: int, num_experts: int, weight_size: int, itemsize: int, target: Target
-) -> tuple[int, int]:
-    """(BLOCK_M, BLOCK_T) for experts that share the rows evenly."""
+) -> GroupedTile:
+    """For experts that share the rows evenly."""
     block_t = token_block(triton.cdiv(num_rows, num_experts), itemsize)
-    return weight_rows(weight_size, block_t, itemsize, target), block_t
+    block_m = weight_rows(weight_size, block_t, itemsize, target)
+    per_sm = 4 if block_t <= 32 else 2
+    column_tiles = triton.cdiv(weight_size, block_m)
+    programs = _num_programs(num_rows, num_experts, column_tiles, block_t, per_sm, target)
+    tile = weight_tile(block_m, block_t, programs, itemsize, target)
+    return GroupedTile(tile.block_m, tile.block_n, tile.num_warps, tile.num_stages, block_t, per_sm)
 
 
 def _num_programs(
-    num_rows: int, num_experts: int, column_tiles: int, block_t: int, target: Target
+    num_rows: int, num_experts: int, column_tiles: int, block_t: int, per_sm: int, target: Target
 ) -> int:
     """As many as there may be tiles, but no more than run at once."""
     row_tiles = min(num_rows, num_experts) + max(num_rows - num_experts, 0) // block_t
-    return min(row_tiles * column_tiles, target.num_sms * (4 if block_t <= 32 else 2))
+    return min(row_tiles * column_tiles, target.num_sms * per_sm)
 
 
 def _check(
@@ -197,16 +226,13 @@ def launch_grouped_gemm(
     if num_rows == 0:
         return
     target, itemsize = target_of(x.device), x.element_size()
-    block_m, block_t = _blocks(num_rows, num_experts, weight_size, itemsize, target)
+    shapes = (num_rows, num_experts, weight_size, itemsize, target)
+    config = select("grouped_gemm", (*shapes[:-1], target.name), lambda: _config(*shapes))
+    assert isinstance(config, GroupedTile)
+    column_tiles = triton.cdiv(weight_size, config.block_m)
     programs = _num_programs(
-        num_rows, num_experts, triton.cdiv(weight_size, block_m), block_t, target
+        num_rows, num_experts, column_tiles, config.block_t, config.programs_per_sm, target
     )
-
-    def heuristic() -> TileConfig:
-        return weight_tile(block_m, block_t, programs, itemsize, target)
-
-    key = (block_m, block_t, programs, itemsize, target.name)
-    config = select("grouped_gemm", key, heuristic)
     launch(
         _grouped_gemm_kernel,
         (programs,),
@@ -220,6 +246,7 @@ def launch_grouped_gemm(
         width,
         depth,
         k,
+        config.group,
         out.stride(0),
         x.stride(0),
         weight.stride(0),
@@ -228,7 +255,7 @@ def launch_grouped_gemm(
         EVEN_K=depth % config.block_n == 0,
         BLOCK_E=triton.next_power_of_2(num_experts),
         BLOCK_M=config.block_m,
-        BLOCK_T=block_t,
+        BLOCK_T=config.block_t,
         BLOCK_K=config.block_n,
         UPCAST=INTERPRETED,
         num_warps=config.num_warps,

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from echokernels import grouped_gemm
 from echokernels._target import INTERPRETED, KNOWN_TARGETS
-from echokernels._tuning import TileConfig, forced
-from echokernels.moe.grouped_gemm import _blocks, _num_programs
+from echokernels._tuning import forced
+from echokernels.moe.grouped_gemm import GroupedTile, _config, _num_programs
 from tests.ops.test_gate_up import ACTIVATIONS
 from tests.strategies import FLOAT_DTYPES, generator, poisoned, randn, seeds, strided_randn
 from tests.tolerances import assert_close
@@ -49,7 +49,7 @@ def expected(x, weight, sizes, first, row_weights, activation):
     activation=st.sampled_from(["none", "silu", "gelu", "gelu_tanh"]),
     weighted=st.booleans(),
     pad=st.sampled_from([0, 8]),
-    tile=st.sampled_from([None, TileConfig(32, 32, 4, 2)]),
+    tile=st.sampled_from([None, GroupedTile(32, 32, 4, 2), GroupedTile(16, 32, 4, 1, 16, 1, 2)]),
     seed=seeds,
 )
 def test_grouped_gemm(
@@ -97,12 +97,12 @@ def test_groups_are_as_they_would_be_alone(device):
 @pytest.mark.parametrize("width", [1, 768, 14_336])
 def test_programs_follow_from_shapes(name, rows, experts, width):
     target = KNOWN_TARGETS[name]
-    block_m, block_t = _blocks(rows, experts, width, 2, target)
-    tiles = -(-width // block_m)
-    programs = _num_programs(rows, experts, tiles, block_t, target)
+    tile = _config(rows, experts, width, 2, target)
+    columns = -(-width // tile.block_m)
+    programs = _num_programs(rows, experts, columns, tile.block_t, tile.programs_per_sm, target)
     assert 1 <= programs <= 4 * target.num_sms
     # With every row an expert's own there are as many tiles as programs, or more.
-    assert programs <= min(rows, experts) * tiles + rows // block_t * tiles
+    assert programs <= min(rows, experts) * columns + rows // tile.block_t * columns
 
 
 @pytest.mark.parametrize(
