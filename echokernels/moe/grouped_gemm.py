@@ -38,7 +38,8 @@ from echokernels._pdl import early_launch, let_next_start, wait_for_previous
 from echokernels._target import INTERPRETED, Target, target_of
 from echokernels._tuning import TileConfig, select
 from echokernels.activation.gated import activate
-from echokernels.moe import reference
+from echokernels.moe import _hopper_gemm, reference
+from echokernels.moe._path import current_path
 from echokernels.moe.routing import MAX_EXPERTS
 
 
@@ -210,6 +211,15 @@ def _debug_check(
         )
 
 
+def _runs_hopper(target: Target, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> bool:
+    path = current_path()
+    return (
+        path != "portable"
+        and _hopper_gemm.can_run(target, out, x, weight)
+        and (path == "hopper" or _hopper_gemm.is_worth_it(out.shape[0], weight.shape[0]))
+    )
+
+
 def launch_grouped_gemm(
     out: torch.Tensor,
     x: torch.Tensor,
@@ -226,6 +236,11 @@ def launch_grouped_gemm(
     if num_rows == 0:
         return
     target, itemsize = target_of(x.device), x.element_size()
+    if _runs_hopper(target, out, x, weight):
+        _hopper_gemm.launch_hopper(
+            target, out, x, weight, expert_offsets, row_weights, activation, choices, k
+        )
+        return
     shapes = (num_rows, num_experts, weight_size, itemsize, target)
     config = select("grouped_gemm", (*shapes[:-1], target.name), lambda: _config(*shapes))
     assert isinstance(config, GroupedTile)
