@@ -40,7 +40,7 @@ _CONSUMERS = 2
 # Registers of a thread that multiplies, and of one that loads, multiples of 8: with the idle warps
 # that make up a warpgroup of the loading ones they make what the launch took, 168 of 12 warps. More
 # warps would have fewer than a WGMMA of 256 columns takes.
-_REGISTERS = (232, 40)
+_REGISTERS = (224, 56)
 _REGISTERS_GATHERING = (216, 72)
 
 

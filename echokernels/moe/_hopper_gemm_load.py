@@ -19,9 +19,9 @@ from echokernels.moe._hopper_gemm_work import count_tiles, receive_work, send_wo
 @gluon.jit
 def load(x_desc, weight_desc, works, stages, call):
     """Takes tiles and tells the others; loads their weights, and rows of x that stand in order."""
-    experts = count_tiles(call)
+    counts = count_tiles(call)
     tile = gl.program_id(0)
-    work = work_of(tile, experts, call)
+    work = work_of(tile, counts, call)
     steps = call.steps()
     used = 0
     turn = 0
@@ -32,7 +32,7 @@ def load(x_desc, weight_desc, works, stages, call):
         used += steps
         turn += 1
         tile += gl.num_programs(0)
-        work = work_of(tile, experts, call)
+        work = work_of(tile, counts, call)
     send_work(works, turn, work)
 
 

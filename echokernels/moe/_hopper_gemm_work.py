@@ -22,14 +22,12 @@ class Work:
 
 
 @aggregate
-class Experts:
-    """Where the rows and tiles of each stand: [block_e]."""
+class Counts:
+    """Of tiles."""
 
-    begin: gl.tensor
-    end: gl.tensor
-    tiles_end: gl.tensor  # tiles of all up to each
-    num_tiles: gl.tensor
-    column_tiles: gl.tensor
+    end: gl.tensor  # [block_e]: of all experts up to each
+    total: gl.tensor
+    columns: gl.tensor  # in a row of tiles
 
 
 @gluon.jit
@@ -43,35 +41,33 @@ def _row_tiles(rows, S: gl.constexpr):
 
 
 @gluon.jit
-def count_tiles(call):
-    S: gl.constexpr = call.S
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    expert = gl.arange(0, S.block_e, layout=layout)
+def _rows_of(expert, call):
+    """(begin, end) of the rows of experts; of one that does not exist (0, 0)."""
     exists = expert < call.num_experts
     begin = gl.load(call.offsets_ptr + expert, mask=exists, other=0).to(gl.int32)
-    end = gl.load(call.offsets_ptr + expert + 1, mask=exists, other=0).to(gl.int32)
-    COLUMNS: gl.constexpr = S.block_w // 2 if S.gated else S.block_w
-    column_tiles = gl.cdiv(call.width, COLUMNS)
-    tiles = _row_tiles(end - begin, S) * column_tiles
-    tiles_end = gl.associative_scan(tiles, 0, _add)
-    return Experts(begin, end, tiles_end, gl.sum(tiles, 0), column_tiles)
+    return begin, gl.load(call.offsets_ptr + expert + 1, mask=exists, other=0).to(gl.int32)
 
 
 @gluon.jit
-def work_of(tile, experts, call):
+def count_tiles(call):
     S: gl.constexpr = call.S
-    owner = gl.sum((experts.tiles_end <= tile).to(gl.int32), 0)
-    expert = gl.arange(0, S.block_e, layout=experts.begin.type.layout)
-    own = expert == owner
-    begin = gl.sum(gl.where(own, experts.begin, 0), 0)
-    end = gl.sum(gl.where(own, experts.end, 0), 0)
-    tiles_end = gl.sum(gl.where(own, experts.tiles_end, 0), 0)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    begin, end = _rows_of(gl.arange(0, S.block_e, layout=layout), call)
+    columns = gl.cdiv(call.width, S.block_w // 2 if S.gated else S.block_w)
+    tiles = _row_tiles(end - begin, S) * columns
+    return Counts(gl.associative_scan(tiles, 0, _add), gl.sum(tiles, 0), columns)
+
+
+@gluon.jit
+def work_of(tile, counts, call):
+    S: gl.constexpr = call.S
+    expert = gl.sum((counts.end <= tile).to(gl.int32), 0)
+    before = gl.max(gl.where(counts.end <= tile, counts.end, 0), 0)
+    begin, end = _rows_of(expert, call)
     row_tiles = _row_tiles(end - begin, S)
-    place = tile - (tiles_end - row_tiles * experts.column_tiles)
-    row_tile, column_tile = _place_of(place, row_tiles, experts.column_tiles, call.group)
+    row_tile, column_tile = _place_of(tile - before, row_tiles, counts.columns, call.group)
     row = begin + row_tile * (S.consumers * BLOCK_ROWS)
-    rows = gl.where(tile < experts.num_tiles, end - row, 0)
-    return Work(owner, row, rows, column_tile)
+    return Work(expert, row, gl.where(tile < counts.total, end - row, 0), column_tile)
 
 
 @gluon.jit

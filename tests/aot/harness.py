@@ -8,7 +8,7 @@ tests cover exactly the shipped configurations.
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -40,22 +40,27 @@ _POINTERS = {
 def compile_op(op: str, target_name: str, *args: Any) -> list[Any]:
     """The kernels that `torch.ops.echo.<op>(*args)` would launch on the target, compiled. `args`
     hold meta tensors."""
+    OPS[op].check(*args)
+    return compile_launch(OPS[op].triton, target_name, *args)
+
+
+def compile_launch(launcher: Callable[..., None], target_name: str, *args: Any) -> list[Any]:
+    """The same of a launcher that an op calls."""
     target = KNOWN_TARGETS[target_name]
     compiled: list[Any] = []
 
     def compile_instead(kernel: Any, _grid: Any, values: Any, options: dict[str, Any]) -> None:
         compiled.append(compile_kernel(kernel, values, options, target))
 
-    OPS[op].check(*args)
     with mock.patch.object(_launch, "_run", compile_instead), assume(target):
-        OPS[op].triton(*args)
-    assert compiled, f"{op} launched nothing for these arguments"
+        launcher(*args)
+    assert compiled, "nothing was launched for these arguments"
     for kernel in compiled:
         assert kernel.metadata.shared <= target.shared_memory, (
-            f"{op}: {kernel.metadata.shared} B shared"
+            f"{kernel.name}: {kernel.metadata.shared} B shared"
         )
         if target.backend == "cuda":
-            assert not uneven_sums(kernel), f"{op}: sums differ from thread to thread"
+            assert not uneven_sums(kernel), f"{kernel.name}: sums differ from thread to thread"
     return compiled
 
 

@@ -2,13 +2,20 @@
 
 import pytest
 import torch
+import triton
 
+from echokernels._tuning import forced
+from echokernels.moe._hopper_gemm import HopperTile
+from echokernels.moe._path import forced_path
+from echokernels.moe.grouped_gemm import launch_grouped_gemm
 from tests.aot.harness import (
     TARGETS,
+    compile_launch,
     compile_op,
     global_accesses,
     local_memory,
     meta,
+    product_loop,
     spills_in_loops,
 )
 
@@ -97,9 +104,60 @@ def test_grouped_gemm(target, dtype, rows, experts, width, depth, activation):
     x, out = meta(rows, depth, dtype=dtype), meta(rows, width, dtype=dtype)
     weight, offsets = meta(experts, size, depth, dtype=dtype), meta(experts + 1, dtype=INT)
     weights = meta(rows, dtype=FP32) if activation == "none" else None
-    (kernel,) = compile_op("grouped_gemm", target, out, x, weight, offsets, weights, activation)
+    with forced_path("portable"):
+        (kernel,) = compile_op("grouped_gemm", target, out, x, weight, offsets, weights, activation)
     if target != "gfx942":
         assert not spills_in_loops(kernel)
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "width", "depth", "activation", "experts", "block_n"),
+    [
+        (BF16, 768, 2048, "silu", 128, 256),
+        (FP16, 2048, 768, "none", 128, 256),
+        (FP16, 14_336, 4096, "gelu", 8, 256),
+        (BF16, 33, 40, "gelu_tanh", 8, 256),
+        (BF16, 768, 2048, "silu", 512, 128),
+        (BF16, 40, 24, "none", 8, 128),
+    ],
+)
+def test_grouped_gemm_of_many_rows(
+    gathers, weighted, dtype, width, depth, activation, experts, block_n
+):
+    rows, tokens = 32_768, 4096
+    size = width if activation == "none" else 2 * width
+    choices = meta(rows, dtype=INT) if gathers else None
+    x = meta(tokens if gathers else rows, depth, dtype=dtype)
+    out = meta(rows, triton.cdiv(width, 8) * 8, dtype=dtype)[:, :width]
+    args = (
+        out, x, meta(experts, size, depth, dtype=dtype), meta(experts + 1, dtype=INT),
+        meta(rows, dtype=FP32) if weighted else None, activation, choices, 8,
+    )  # fmt: skip
+    tile = HopperTile(128, block_n, num_stages=4)
+    with forced_path("hopper"), forced("grouped_gemm_hopper", tile):
+        (kernel,) = compile_launch(launch_grouped_gemm, "sm_90", *args)
+    assert kernel.name == "grouped_gemm_hopper_kernel"
+    assert local_memory(kernel) == 0
+    loop = product_loop(kernel)
+    products = [line for line in loop if "HGMMA" in line]
+    # All columns of a tile at once, and no wait between the products of a stage.
+    assert len(products) == 4
+    assert all(f"64x{block_n}x16" in line for line in products)
+    assert sum("DEPBAR" in line for line in loop) == 1
+
+
+def test_many_rows_run_the_kernel_for_them():
+    def kernel_of(rows, depth):
+        x, weight = meta(rows, depth), meta(8, 64, depth)
+        args = (meta(rows, 64), x, weight, meta(9, dtype=INT), None, "none")
+        (kernel,) = compile_op("grouped_gemm", "sm_90", *args)
+        return kernel.name
+
+    assert kernel_of(256, 64) == "grouped_gemm_hopper_kernel"
+    assert kernel_of(255, 64) == "_grouped_gemm_kernel"
+    assert kernel_of(256, 60) == "_grouped_gemm_kernel"  # rows of 120 bytes: not for TMA
 
 
 @pytest.mark.parametrize("target", TARGETS)

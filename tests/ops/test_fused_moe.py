@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echokernels import fused_moe, fused_moe_workspace_size, topk_softmax
+from echokernels.moe._path import forced_path
 from tests.ops.moe_routes import as_tensor, routes, small_chunks  # noqa: F401
 from tests.ops.test_gate_up import ACTIVATIONS
 from tests.ops.test_grouped_gemm import dtypes
@@ -132,6 +133,43 @@ def test_values_that_are_refused():
         fused_moe(*arguments(), expert_start=-1)
     with pytest.raises(ValueError, match="k is 0, must be from 1 to 16"):
         fused_moe_workspace_size(3, 0, 8, 8, 4)
+
+
+@pytest.mark.gpu
+@given(
+    route=routes(most_experts=60),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16]),
+    shape=st.sampled_from([(HIDDEN, WIDTH), (136, 264)]),
+    activation=st.sampled_from(sorted(ACTIVATIONS)),
+    seed=seeds,
+)
+def test_the_kernels_for_many_tokens(cuda, route, dtype, shape, activation, seed):
+    ids, k, num_experts, start = route
+    gen = generator(seed)
+    x = randn(len(ids), shape[0], dtype=dtype, device=cuda, gen=gen)
+    w1, w2 = layer(num_experts, dtype, cuda, gen, *shape)
+    weights = randn(len(ids), k, dtype=torch.float32, device=cuda, gen=gen)
+    with forced_path("hopper"):
+        out = fused_moe(
+            x, w1, w2, weights, as_tensor(ids, k, torch.int32, cuda), activation=activation,
+            expert_start=start,
+        )  # fmt: skip
+    assert_close(out, expected(x, w1, w2, weights, ids, activation, start), roundings=3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("skew", [0.0, 1.0, 50.0])
+def test_many_tokens(cuda, skew):
+    """Enough rows of each expert for the kernels that are made for them, in calls that are
+    replayed."""
+    gen = generator(0)
+    x = randn(600, 256, dtype=torch.bfloat16, device=cuda, gen=gen)
+    w1, w2 = layer(8, torch.bfloat16, cuda, gen, 256, 264)
+    scores = torch.rand(600, 8, generator=gen) - skew * torch.arange(8)
+    weights, ids = (y.to(cuda) for y in scores.softmax(1).topk(2))
+    want = expected(x, w1, w2, weights, ids, "silu", 0)
+    for _ in range(3):
+        assert_close(fused_moe(x, w1, w2, weights, ids.int()), want, roundings=3)
 
 
 @pytest.mark.gpu

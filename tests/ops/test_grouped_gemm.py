@@ -8,9 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echokernels import grouped_gemm
-from echokernels._target import INTERPRETED, KNOWN_TARGETS
+from echokernels._target import INTERPRETED, KNOWN_TARGETS, target_of
 from echokernels._tuning import forced
-from echokernels.moe.grouped_gemm import GroupedTile, _config, _num_programs
+from echokernels.moe._hopper_gemm import HopperTile, can_run
+from echokernels.moe._path import forced_path
+from echokernels.moe.grouped_gemm import GroupedTile, _config, _num_programs, launch_grouped_gemm
 from tests.ops.test_gate_up import ACTIVATIONS
 from tests.strategies import FLOAT_DTYPES, generator, poisoned, randn, seeds, strided_randn
 from tests.tolerances import assert_close
@@ -77,6 +79,86 @@ def test_grouped_gemm(
     assert_close(out[first : rows - behind], want)
     assert out[:first].isnan().all()
     assert out[rows - behind :].isnan().all()
+
+
+# Of all experts; none, one, of tiles of 128 rows whole ones, just more and just less.
+many_rows = st.sampled_from(
+    [
+        [300],
+        [0, 0, 257],
+        [128, 64, 65, 0, 1],
+        [127, 129, 63, 0, 200],
+        [3] * 70,
+        [0] * 3,
+        [5, 1000, 7],
+    ]
+)
+
+
+@pytest.mark.gpu
+@given(
+    sizes=many_rows,
+    first=st.sampled_from([0, 3, 70]),
+    behind=st.sampled_from([0, 5, 150]),
+    # width, K
+    shape=st.sampled_from([(24, 40), (33, 8), (130, 64), (256, 200), (300, 512), (768, 1048)]),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16]),
+    id_dtype=st.sampled_from([torch.int32, torch.int64]),
+    activation=st.sampled_from(["none", "silu", "gelu", "gelu_tanh"]),
+    weighted=st.booleans(),
+    k=st.sampled_from([0, 1, 3]),  # choices of a token; 0: rows of x stand in order
+    pad=st.sampled_from([0, 8]),
+    tile=st.sampled_from([None, HopperTile(128, 128, num_stages=3, group=1)]),
+    seed=seeds,
+)
+def test_many_rows_on_hopper(
+    cuda, sizes, first, behind, shape, dtype, id_dtype, activation, weighted, k, pad, tile, seed
+):
+    if not target_of(cuda).runs_hopper_kernels:
+        pytest.skip("not a Hopper GPU")
+    width, depth = shape
+    gen = generator(seed)
+    rows, end = first + sum(sizes) + behind, first + sum(sizes)
+    make = {"dtype": dtype, "device": cuda, "gen": gen, "pad": pad}
+    x = source = strided_randn(rows, depth, **make)
+    choices = None
+    if k:
+        choices = torch.full((rows,), 2**30, dtype=torch.int32)  # nothing is there
+        choices[first:end] = torch.randperm(end - first, generator=gen).int()
+        x = strided_randn(sum(sizes) // k + 1, depth, **make)
+        source[first:end] = x[choices[first:end].to(cuda).long() // k]
+        choices = choices.to(cuda)
+    source[:first] = source[end:] = float("nan")  # nobody's
+    size = width if activation == "none" else 2 * width
+    weight = strided_randn(len(sizes), size, depth, **make, scale=depth**-0.5)
+    offsets = torch.tensor([first, *sizes], device=cuda).cumsum(0).to(id_dtype)
+    row_weights = randn(rows, dtype=torch.float32, device=cuda, gen=gen) if weighted else None
+    out = poisoned(rows, -(-width // 8) * 8 + pad, dtype=dtype, device=cuda)
+    wide, out = out, out[:, :width]
+    assert can_run(target_of(cuda), out, x, weight)
+    with (
+        forced_path("hopper"),
+        nullcontext() if tile is None else forced("grouped_gemm_hopper", tile),
+    ):
+        launch_grouped_gemm(out, x, weight, offsets, row_weights, activation, choices, max(k, 1))
+    if sum(sizes):
+        want = expected(source, weight, sizes, first, row_weights, activation)
+        assert_close(out[first:end], want)
+    for untouched in (out[:first], out[end:], wide[:, width:]):
+        assert untouched.isnan().all()
+
+
+@pytest.mark.gpu
+def test_many_rows_do_not_depend_on_the_run(cuda):
+    """Deterministic, whatever warps of a program wait for."""
+    gen = generator(0)
+    make = {"dtype": torch.bfloat16, "device": cuda, "gen": gen}
+    x, weight = randn(4000, 1024, **make), randn(16, 512, 1024, **make)
+    offsets = torch.randint(4000, (15,), generator=gen).sort().values
+    offsets = torch.cat((torch.tensor([0]), offsets, torch.tensor([4000]))).to(cuda)
+    with forced_path("hopper"):
+        results = [grouped_gemm(x, weight, offsets, activation="silu") for _ in range(20)]
+    assert all(torch.equal(result, results[0]) for result in results)
 
 
 def test_groups_are_as_they_would_be_alone(device):
