@@ -9,12 +9,13 @@ those that were fastest are timed again, in turns.
 import argparse
 import csv
 import multiprocessing
+import pathlib
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -25,11 +26,17 @@ from bench.checks import row_error
 from bench.inputs import randn
 from bench.suites import FULL, Experts
 from bench.timing import Call, graph_us, make_round
-from echokernels._tuning import forced
+from echokernels._tuning import TileConfig, forced
+from echokernels.moe._hopper_gemm import HopperTile
 from echokernels.moe._order import num_counts, order
+from echokernels.moe._path import Path, forced_path
 from echokernels.moe.grouped_gemm import GroupedTile, launch_grouped_gemm
 
-_TOKENS = {"qwen3-30b-a3b": (512, 1024, 4096, 16_384), "mixtral-8x7b": (512, 4096)}
+_TOKENS = {
+    "qwen3-30b-a3b": (64, 256, 512, 1024, 4096, 16_384),
+    "mixtral-8x7b": (64, 256, 512, 4096),
+}
+_MANY = 512  # tokens, for which other tiles than its own are tried of the portable kernel
 _CALLS = 3  # of each tile, before the best are chosen
 _BEST = 6
 _TOLERANCE = 2.0**-6
@@ -47,6 +54,13 @@ class Tile(NamedTuple):
     programs_per_sm: tuple[int, ...] = (1,)
 
 
+# Of the kernel for Hopper: weight rows, stages, and groups to try.
+_HOPPER_TILES = (
+    (256, 4, (16, 8, 1, _ALL)),
+    (256, 3, (16,)),
+    (128, 6, (16,)),
+    (128, 4, (16,)),
+)
 _TILES = (
     Tile(256, 128, 64, 8, 4),
     Tile(256, 128, 64, 8, 3),
@@ -96,7 +110,16 @@ class Product:
         _, size, depth = self.weight_shape
         return 2e-12 * self.rows * size * depth
 
-    def tiles(self) -> Iterator[GroupedTile]:
+    def tiles(self, paths: Sequence[str]) -> Iterator[TileConfig]:
+        if "hopper" in paths:
+            row_tiles = self.rows // self.shape.count // 128
+            for block_n, stages, groups in _HOPPER_TILES:
+                for group in groups if row_tiles >= 8 else groups[:1]:
+                    yield HopperTile(128, block_n, num_stages=stages, group=group)
+        if "portable" in paths and self.tokens >= _MANY:
+            yield from self._portable_tiles()
+
+    def _portable_tiles(self) -> Iterator[GroupedTile]:
         per_expert = self.rows // self.shape.count
         for tile in _TILES:
             if not min(per_expert // 4, 64) <= tile.block_t <= 4 * per_expert:
@@ -118,16 +141,17 @@ class Arguments(NamedTuple):
     choices: Tensor | None
     k: int
 
-    def call(self, tile: GroupedTile | None) -> Call:
+    def call(self, tile: TileConfig | None) -> Call:
+        """None: the portable kernel with its own tile."""
+        path: Path = "hopper" if isinstance(tile, HopperTile) else "portable"
+        op = "grouped_gemm_hopper" if isinstance(tile, HopperTile) else "grouped_gemm"
+
         def run() -> Tensor:
             out, x, weight, offsets, choices, k = self
             activation = "none" if choices is None else "silu"
             args = (out, x, weight, offsets, None, activation, choices, k)
-            if tile is None:
+            with forced_path(path), nullcontext() if tile is None else forced(op, tile):
                 launch_grouped_gemm(*args)
-            else:
-                with forced("grouped_gemm", tile):
-                    launch_grouped_gemm(*args)
             return out
 
         return run
@@ -184,7 +208,7 @@ def _reference(args: Arguments) -> Tensor:
     return expected
 
 
-def _compile(product: Product, tile: GroupedTile) -> str | None:
+def _compile(product: Product, tile: TileConfig) -> str | None:
     """Why it failed, if it did."""
     try:
         _empty(product, torch.device("cuda")).call(tile)()
@@ -194,10 +218,14 @@ def _compile(product: Product, tile: GroupedTile) -> str | None:
     return None
 
 
-def _compiled(products: Sequence[Product], workers: int) -> set[tuple[object, ...]]:
+def _compiled(
+    products: Sequence[Product], paths: Sequence[str], workers: int
+) -> set[tuple[object, ...]]:
     """Compiles what differs, each in a process of its own. Returns what did not compile."""
     jobs = {
-        _key(product, tile): (product, tile) for product in products for tile in product.tiles()
+        _key(product, tile): (product, tile)
+        for product in products
+        for tile in product.tiles(paths)
     }
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
@@ -211,8 +239,12 @@ def _compiled(products: Sequence[Product], workers: int) -> set[tuple[object, ..
     return failed
 
 
-def _key(product: Product, tile: GroupedTile) -> tuple[object, ...]:
-    return product.model, product.gathers, replace(tile, programs_per_sm=1, group=1)
+def _key(product: Product, tile: TileConfig) -> tuple[object, ...]:
+    if isinstance(tile, GroupedTile):
+        tile = replace(tile, programs_per_sm=1, group=1)
+    elif isinstance(tile, HopperTile):
+        tile = replace(tile, group=1)
+    return product.model, product.gathers, tile
 
 
 def _quick_us(call: Call) -> float:
@@ -227,13 +259,17 @@ def _quick_us(call: Call) -> float:
 
 
 def _measure(
-    product: Product, failed: set[tuple[object, ...]], skewed: bool, device: torch.device
+    product: Product,
+    paths: Sequence[str],
+    failed: set[tuple[object, ...]],
+    skewed: bool,
+    device: torch.device,
 ) -> list[dict[str, object]]:
     """One row for each of the best tiles, and for the one that the op chooses."""
     args = _filled(product, device, skewed)
     expected = _reference(args)
-    times: dict[GroupedTile | None, float] = {}
-    for tile in (None, *product.tiles()):
+    times: dict[TileConfig | None, float] = {}
+    for tile in (None, *product.tiles(paths)):
         if tile is not None and _key(product, tile) in failed:
             continue
         args.out.fill_(float("nan"))
@@ -251,7 +287,7 @@ def _measure(
         zip(best, graph_us(rounds, device), strict=True), key=lambda pair: pair[1]
     ):
         rate = product.tflop / us * 1e6
-        name = "own" if tile is None else "forced"
+        name = "own" if tile is None else type(tile).__name__
         rows.append(
             {"case": product.name + "_skewed" * skewed, "tile": name}
             | ({} if tile is None else asdict(tile))
@@ -269,8 +305,9 @@ _COLUMNS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.moe_many_tiles", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="the CSV to write")
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="the CSV to write")
     parser.add_argument("--filter", default="", help="only products whose name contains this")
+    parser.add_argument("--paths", nargs="+", default=["portable", "hopper"])
     parser.add_argument("--skewed", action="store_true", help="half the tokens choose two experts")
     parser.add_argument("--workers", type=int, default=15, help="processes that compile")
     args = parser.parse_args(argv)
@@ -284,13 +321,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     device = torch.device("cuda")
     start = time.monotonic()
-    failed = _compiled(products, args.workers)
+    failed = _compiled(products, args.paths, args.workers)
     print(f"compiled after {time.monotonic() - start:.0f} s", flush=True)
     with args.out.open("w", newline="") as file, torch.no_grad():
         writer = csv.DictWriter(file, _COLUMNS)
         writer.writeheader()
         for product in products:
-            writer.writerows(_measure(product, failed, args.skewed, device))
+            writer.writerows(_measure(product, args.paths, failed, args.skewed, device))
             file.flush()
     print(f"done after {time.monotonic() - start:.0f} s", flush=True)
     return 0

@@ -58,6 +58,7 @@ def _consume_1(out_desc, out_tiles, works, stages, call):
 @gluon.jit(
     do_not_specialize=[
         "offsets_ptr", "row_weights_ptr", "choices_ptr", "num_experts", "k", "group",
+        "x_stride",
     ]
 )  # fmt: skip
 def grouped_gemm_hopper_kernel(
@@ -132,8 +133,10 @@ def can_run(
     return (
         target.runs_hopper_kernels
         and x.dtype in GLUON_DTYPES
-        and x.shape[1] > 0
+        and x.shape[1] >= 8
         and x.shape[1] % 8 == 0
+        and out.shape[1] > 1  # what is 1 would be a constant to Triton
+        and x.shape[0] * x.stride(0) * x.element_size() < 2**35  # the gathering counts 16 bytes
         and all(is_addressable(tensor) for tensor in (out, x, weight))
     )
 

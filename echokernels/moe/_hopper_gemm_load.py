@@ -22,18 +22,22 @@ def load(x_desc, weight_desc, works, stages, call):
     counts = count_tiles(call)
     tile = gl.program_id(0)
     work = work_of(tile, counts, call)
+    send_work(works, 0, work)
     steps = call.steps()
     used = 0
     turn = 0
     while work.rows > 0:
-        send_work(works, turn, work)
-        for step in range(steps):
-            _load_stage(x_desc, weight_desc, stages, used + step, step * BLOCK_K, work, call)
-        used += steps
+        next_work = work
         turn += 1
         tile += gl.num_programs(0)
-        work = work_of(tile, counts, call)
-    send_work(works, turn, work)
+        for step in range(steps):
+            _load_stage(x_desc, weight_desc, stages, used + step, step * BLOCK_K, work, call)
+            if step == gl.minimum(steps - 1, 1):
+                # Now, for the stages on their way give the time that finding it takes.
+                next_work = work_of(tile, counts, call)
+                send_work(works, turn, next_work)
+        used += steps
+        work = next_work
 
 
 @gluon.jit
@@ -79,36 +83,60 @@ def _load_stage(x_desc, weight_desc, stages, use, column, work, call):
 @gluon.jit
 def gather(x_ptr, x_stride, works, stages, call):
     """Copies the rows of x that a tile's choices are of. x_stride: in units of 16 bytes."""
-    S: gl.constexpr = call.S
-    CONSUMERS: gl.constexpr = S.consumers
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    d = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, layout))
+    work = receive_work(works, 0)
+    places = _places_of(work, x_stride, call)
     steps = call.steps()
     used = 0
     turn = 0
-    work = receive_work(works, turn)
     while work.rows > 0:
-        sources = ()
-        masks = ()
-        for c in gl.static_range(CONSUMERS):
-            row = c * BLOCK_ROWS + gl.arange(0, BLOCK_ROWS, layout=gl.SliceLayout(1, layout))
-            exists = row < work.rows
-            choice = gl.load(call.choices_ptr + work.row + row, mask=exists, other=0)
-            at = (choice // call.k).to(gl.int64) * x_stride
-            sources += (x_ptr + (at * 8)[:, None] + d[None, :],)  # type: ignore[assignment]
-            masks += (exists[:, None],)  # type: ignore[assignment]
-        for step in range(steps):
-            use = used + step
-            stages.weights.wait_empty(use)
-            for c in gl.static_range(CONSUMERS):
-                mask = masks[c]
-                if not S.even_k:
-                    # Eight columns at a time, K is a multiple of that.
-                    mask = mask & (d // 8 + step * (BLOCK_K // 8) < call.K // 8)[None, :]
-                async_copy.async_copy_global_to_shared(
-                    stages.rows_of(use, c), sources[c] + step * BLOCK_K, mask=mask
-                )
-            stages.weights.arrive_after_copies(use)
-        used += steps
         turn += 1
-        work = receive_work(works, turn)
+        begun = gl.minimum(steps, 2)
+        _copy_rows(x_ptr, places, stages, used, 0, begun, work, call)
+        # Of the next tile, while this one is multiplied. It is known by now.
+        next_work = receive_work(works, turn)
+        next_places = _places_of(next_work, x_stride, call)
+        _copy_rows(x_ptr, places, stages, used, begun, steps, work, call)
+        used += steps
+        work = next_work
+        places = next_places
+
+
+@gluon.constexpr_function
+def _copy_layout(num_warps):
+    """Of a consumer's rows of a stage: a thread copies 16 bytes."""
+    return gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])
+
+
+@gluon.jit
+def _places_of(work, x_stride, call):
+    """For each consumer where in x its rows are, in units of 16 bytes: i32[BLOCK_ROWS]."""
+    CONSUMERS: gl.constexpr = call.S.consumers
+    layout: gl.constexpr = _copy_layout(gl.num_warps())
+    places = ()
+    for c in gl.static_range(CONSUMERS):
+        row = c * BLOCK_ROWS + gl.arange(0, BLOCK_ROWS, layout=gl.SliceLayout(1, layout))
+        choice = gl.load(call.choices_ptr + work.row + row, mask=row < work.rows, other=0)
+        places += (choice // call.k * x_stride,)  # type: ignore[assignment]
+    return places
+
+
+@gluon.jit
+def _copy_rows(x_ptr, places, stages, used, begin, end, work, call):
+    """The stages [begin, end) of a tile."""
+    S: gl.constexpr = call.S
+    CONSUMERS: gl.constexpr = S.consumers
+    layout: gl.constexpr = _copy_layout(gl.num_warps())
+    i = gl.arange(0, BLOCK_ROWS, layout=gl.SliceLayout(1, layout))
+    d = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, layout))
+    for step in range(begin, end):
+        stages.weights.wait_empty(used + step)
+        for c in gl.static_range(CONSUMERS):
+            mask = (c * BLOCK_ROWS + i < work.rows)[:, None]
+            if not S.even_k:
+                # Eight columns at a time, K is a multiple of that.
+                mask = mask & (d // 8 + step * (BLOCK_K // 8) < call.K // 8)[None, :]
+            at = (places[c] + step * (BLOCK_K // 8)).to(gl.int64)
+            async_copy.async_copy_global_to_shared(
+                stages.rows_of(used + step, c), x_ptr + (at * 8)[:, None] + d[None, :], mask=mask
+            )
+        stages.weights.arrive_after_copies(used + step)

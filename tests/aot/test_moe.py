@@ -121,6 +121,7 @@ def test_grouped_gemm(target, dtype, rows, experts, width, depth, activation):
         (BF16, 33, 40, "gelu_tanh", 8, 256),
         (BF16, 768, 2048, "silu", 512, 128),
         (BF16, 40, 24, "none", 8, 128),
+        (BF16, 2, 8, "none", 1, 256),
     ],
 )
 def test_grouped_gemm_of_many_rows(
