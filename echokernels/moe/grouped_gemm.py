@@ -11,7 +11,8 @@ groups are not written.
 Programs stay and take one tile after another, counted over all experts from expert_offsets on the
 device: nothing waits for the host, and an expert without rows costs nothing. Tiles of an expert's
 rows that share weights come one after another. Sizes of tiles, and how many programs there are,
-follow from shapes alone, never from offsets: one CUDA graph serves any load.
+follow from shapes alone, never from offsets: one CUDA graph serves any load. Many rows of an expert
+run a kernel of their own on Hopper (_hopper_gemm.py).
 """
 
 from dataclasses import dataclass
