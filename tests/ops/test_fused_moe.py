@@ -140,7 +140,7 @@ def test_values_that_are_refused():
     route=routes(most_experts=60),
     dtype=st.sampled_from([torch.float16, torch.bfloat16]),
     shape=st.sampled_from([(HIDDEN, WIDTH), (136, 264)]),
-    activation=st.sampled_from(sorted(ACTIVATIONS)),
+    activation=st.sampled_from(["silu", "gelu"]),
     seed=seeds,
 )
 def test_the_kernels_for_many_tokens(cuda, route, dtype, shape, activation, seed):
