@@ -34,8 +34,8 @@ from echokernels.moe._hopper_gemm_memory import (
     make_stages,
 )
 
-# Of each expert on average: with fewer the weights are what takes time.
-_LEAST_ROWS = 32
+# Of each expert on average: 64 tokens of Qwen3-30B-A3B take 282 us instead of 393.
+_LEAST_ROWS = 4
 _CONSUMERS = 2
 # Registers of a thread that multiplies, and of one that loads, multiples of 8: with the idle warps
 # that make up a warpgroup of the loading ones they make what the launch took, 168 of 12 warps. More
