@@ -156,9 +156,9 @@ def test_many_rows_run_the_kernel_for_them():
         (kernel,) = compile_op("grouped_gemm", "sm_90", *args)
         return kernel.name
 
-    assert kernel_of(256, 64) == "grouped_gemm_hopper_kernel"
-    assert kernel_of(255, 64) == "_grouped_gemm_kernel"
-    assert kernel_of(256, 60) == "_grouped_gemm_kernel"  # rows of 120 bytes: not for TMA
+    assert kernel_of(32, 64) == "grouped_gemm_hopper_kernel"
+    assert kernel_of(31, 64) == "_grouped_gemm_kernel"
+    assert kernel_of(32, 60) == "_grouped_gemm_kernel"  # rows of 120 bytes: not for TMA
 
 
 @pytest.mark.parametrize("target", TARGETS)
