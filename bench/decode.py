@@ -13,7 +13,7 @@ from bench.checks import against
 from bench.peers import sdpa_peers
 from bench.prefill import ATTENTION, BF16
 from bench.suites import Decode, Suite
-from echokernels.attention._path import forced_path
+from echokernels._path import forced_path
 
 
 def decodes(s: Suite) -> list[Case]:

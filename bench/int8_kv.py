@@ -15,7 +15,7 @@ from bench.peers import formula_peers
 from bench.prefill import ATTENTION, BF16
 from bench.suites import Decode, Prefill, Suite
 from bench.timing import Call
-from echokernels.attention._path import forced_path
+from echokernels._path import forced_path
 
 INT8, SCALE = 1, 4  # bytes
 QUANTISED = 2.0**-7  # of codes: where rounding is to nearest, few are off, and those by 1

@@ -26,10 +26,10 @@ from bench.checks import row_error
 from bench.inputs import randn
 from bench.suites import FULL, Experts
 from bench.timing import Call, graph_us, make_round
+from echokernels._path import Path, forced_path
 from echokernels._tuning import TileConfig, forced
 from echokernels.moe._hopper_gemm import HopperTile
 from echokernels.moe._order import num_counts, order
-from echokernels.moe._path import Path, forced_path
 from echokernels.moe.grouped_gemm import GroupedTile, launch_grouped_gemm
 
 _TOKENS = {

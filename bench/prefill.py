@@ -14,7 +14,7 @@ from bench.checks import against
 from bench.inputs import Sequence, randn
 from bench.peers import flex_peer, sdpa_peers
 from bench.suites import Prefill, Suite
-from echokernels.attention._path import forced_path
+from echokernels._path import forced_path
 
 BF16 = 2  # bytes of an element
 ATTENTION = 2e-2  # weights are rounded to bf16 before the second product

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from echokernels import flash_attn_varlen, paged_attention
-from echokernels.attention._path import forced_path
+from echokernels._path import forced_path
 from tests.strategies import boundaries
 
 HEADS, KV_HEADS = 4, 2

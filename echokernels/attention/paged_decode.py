@@ -17,6 +17,7 @@ import torch
 
 from echokernels._checks import check_contiguous, check_dim, check_range, check_same_device
 from echokernels._library import define_op
+from echokernels._path import current_path
 from echokernels._target import target_of
 from echokernels.attention import decode_hopper, reference
 from echokernels.attention._arguments import (
@@ -34,7 +35,6 @@ from echokernels.attention._arguments import (
 from echokernels.attention._decode_chunks import launch_chunks
 from echokernels.attention._decode_config import decode_config
 from echokernels.attention._decode_shares import launch_shares
-from echokernels.attention._path import current_path
 from echokernels.attention.split import MAX_QUERIES, MOST_SEQS
 from echokernels.quant._row import check_has_casts
 

@@ -25,6 +25,7 @@ from echokernels._checks import (
 )
 from echokernels._launch import launch
 from echokernels._library import define_op
+from echokernels._path import current_path
 from echokernels._target import INTERPRETED, Target, target_of
 from echokernels._tuning import TileConfig, select
 from echokernels.attention import prefill_hopper, reference
@@ -43,7 +44,6 @@ from echokernels.attention._arguments import (
     check_queries,
     scale_strides,
 )
-from echokernels.attention._path import current_path
 from echokernels.attention._tile import attend_tile, store_tile
 from echokernels.quant._row import check_has_casts
 

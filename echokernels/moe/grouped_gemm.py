@@ -35,12 +35,12 @@ from echokernels._checks import (
 from echokernels._gemm import project, split_pairs, token_block, weight_rows, weight_tile
 from echokernels._launch import launch
 from echokernels._library import define_op
+from echokernels._path import current_path
 from echokernels._pdl import early_launch, let_next_start, wait_for_previous
 from echokernels._target import INTERPRETED, Target, target_of
 from echokernels._tuning import TileConfig, select
 from echokernels.activation.gated import activate
 from echokernels.moe import _hopper_gemm, reference
-from echokernels.moe._path import current_path
 from echokernels.moe.routing import MAX_EXPERTS
 
 

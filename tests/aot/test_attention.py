@@ -6,9 +6,9 @@ import pytest
 import torch
 import triton
 
+from echokernels._path import forced_path
 from echokernels._target import KNOWN_TARGETS
 from echokernels.attention import prefill_hopper
-from echokernels.attention._path import forced_path
 from tests.aot.harness import (
     TARGETS,
     compile_op,

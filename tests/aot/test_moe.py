@@ -4,9 +4,9 @@ import pytest
 import torch
 import triton
 
+from echokernels._path import forced_path
 from echokernels._tuning import forced
 from echokernels.moe._hopper_gemm import HopperTile
-from echokernels.moe._path import forced_path
 from echokernels.moe.grouped_gemm import launch_grouped_gemm
 from tests.aot.harness import (
     TARGETS,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from echokernels import _counters, flash_attn_varlen
-from echokernels.attention._path import forced_path
+from echokernels._path import forced_path
 
 
 def test_without_a_gpu_each_is_fresh():

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from echokernels import _counters, paged_attention
+from echokernels._path import forced_path
 from echokernels.attention import decode_hopper
-from echokernels.attention._path import forced_path
 from echokernels.attention._sharing import forced_sharing
 from tests.strategies import poisoned
 from tests.tolerances import assert_close

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echokernels import flash_attn_varlen
+from echokernels._path import forced_path
 from echokernels._target import INTERPRETED, KNOWN_TARGETS
-from echokernels.attention._path import forced_path
 from echokernels.attention.prefill import _config
 from tests.ops.attention_oracle import (
     Features,

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echokernels import fused_moe, fused_moe_workspace_size, topk_softmax
-from echokernels.moe._path import forced_path
+from echokernels._path import forced_path
 from tests.ops.moe_routes import as_tensor, routes, small_chunks  # noqa: F401
 from tests.ops.test_gate_up import ACTIVATIONS
 from tests.ops.test_grouped_gemm import dtypes

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echokernels import grouped_gemm
+from echokernels._path import forced_path
 from echokernels._target import INTERPRETED, KNOWN_TARGETS, target_of
 from echokernels._tuning import forced
 from echokernels.moe._hopper_gemm import HopperTile, can_run
-from echokernels.moe._path import forced_path
 from echokernels.moe.grouped_gemm import GroupedTile, _config, _num_programs, launch_grouped_gemm
 from tests.ops.test_gate_up import ACTIVATIONS
 from tests.strategies import FLOAT_DTYPES, generator, poisoned, randn, seeds, strided_randn

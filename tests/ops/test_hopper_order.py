@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from echokernels import flash_attn_varlen
+from echokernels._path import forced_path
 from echokernels.attention._hopper_memory import Shape
 from echokernels.attention._hopper_order import (
     TABLE,
@@ -20,7 +21,6 @@ from echokernels.attention._hopper_order import (
     work_of,
 )
 from echokernels.attention._hopper_work import Call
-from echokernels.attention._path import forced_path
 from tests.ops.attention_oracle import Features, attend_ragged, check
 from tests.strategies import boundaries, generator, poisoned, randn
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echokernels import attention_workspace_size, paged_attention, split_plan
+from echokernels._path import forced_path
 from echokernels._target import INTERPRETED, KNOWN_TARGETS
 from echokernels.attention._decode_config import _config
-from echokernels.attention._path import forced_path
 from echokernels.attention._sharing import Sharing, forced_sharing
 from tests.ops.attention_oracle import (
     Features,

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echokernels import flash_attn_varlen, paged_attention
+from echokernels._path import forced_path
 from echokernels._target import INTERPRETED, KNOWN_TARGETS, assume
 from echokernels.attention import paged_decode, prefill
-from echokernels.attention._path import forced_path
 from tests.ops.attention_oracle import Features, attend_ragged, biases, check
 from tests.ops.paged_cache import make_cache, quantised
 from tests.strategies import dtypes, generator, poisoned, randn, seeds

@@ -1,4 +1,5 @@
-"""Which kernels multiply rows of experts where there are several: for tests and measurements."""
+"""Which kernels attention and grouped products run where there are several: for tests and
+measurements."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,13 +10,13 @@ from echokernels._replay import bypass
 
 Path = Literal["auto", "portable", "hopper"]
 
-_path: ContextVar[Path] = ContextVar("echokernels_moe_path", default="auto")
+_path: ContextVar[Path] = ContextVar("echokernels_path", default="auto")
 
 
 @contextmanager
 def forced_path(path: Path) -> Iterator[None]:
-    """Within the context, grouped products run the portable kernel, or the one for Hopper wherever
-    it can."""
+    """Within the context, these ops run the portable kernels, or those for Hopper wherever they
+    can."""
     token = _path.set(path)
     try:
         with bypass():
