@@ -147,6 +147,13 @@ def make_number_ring(COUNT: gl.constexpr, CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
+def number_of(numbers, I: gl.constexpr):
+    """One of those that `receive` returned."""
+    i = gl.arange(0, numbers.shape[0], layout=numbers.type.layout)
+    return gl.sum(gl.where(i == I, numbers, 0), 0)
+
+
+@gluon.jit
 def _with_barriers(tiles, CONSUMERS: gl.constexpr, PRODUCERS: gl.constexpr):
     SLOTS: gl.constexpr = tiles.shape[0]
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())

@@ -24,7 +24,11 @@ def is_addressable(x: torch.Tensor) -> bool:
 def descriptor(x: torch.Tensor, rows: int, block_d: int) -> TensorDescriptor:
     """Of [tokens, heads, head_dim] or [num_pages, page_size, kv_heads, head_dim]: `rows` tokens of
     one head, columns beyond head_dim zero."""
-    block = [1] * (x.dim() - 3) + [rows, 1, block_d]
+    return box_descriptor(x, [1] * (x.dim() - 3) + [rows, 1, block_d])
+
+
+def box_descriptor(x: torch.Tensor, block: list[int]) -> TensorDescriptor:
+    """Of any tensor, in boxes of `block`."""
     layout = gl.NVMMASharedLayout.get_default_for(block, _TILE_DTYPES[x.dtype])
     return TensorDescriptor(x, list(x.shape), [*steps(x), 1], block, layout)
 

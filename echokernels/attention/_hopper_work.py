@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from echokernels._gluon_compat import aggregate
-from echokernels.attention._hopper_memory import BLOCK_ROWS
+from echokernels.attention._hopper_memory import BLOCK_ROWS, number_of
 
 
 @aggregate
@@ -62,15 +62,9 @@ def send_work(ring, use, work):
 def receive_work(ring, use):
     numbers = ring.receive(use)
     return Work(
-        _number(numbers, 0), _number(numbers, 1), _number(numbers, 2), _number(numbers, 3),
-        _number(numbers, 4), _number(numbers, 5), _number(numbers, 6),
+        number_of(numbers, 0), number_of(numbers, 1), number_of(numbers, 2), number_of(numbers, 3),
+        number_of(numbers, 4), number_of(numbers, 5), number_of(numbers, 6),
     )  # fmt: skip
-
-
-@gluon.jit
-def _number(numbers, I: gl.constexpr):
-    i = gl.arange(0, 8, layout=numbers.type.layout)
-    return gl.sum(gl.where(i == I, numbers, 0), 0)
 
 
 @gluon.jit

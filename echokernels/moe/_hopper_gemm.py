@@ -16,14 +16,18 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from echokernels._launch import launch
 from echokernels._pdl import early_launch, let_next_start, wait_for_previous
 from echokernels._target import Target
 from echokernels._tuning import TileConfig, select
 from echokernels.attention._hopper_memory import BLOCK_ROWS, make_number_ring
-from echokernels.attention._hopper_tma import GLUON_DTYPES, is_addressable, steps
+from echokernels.attention._hopper_tma import (
+    GLUON_DTYPES,
+    box_descriptor,
+    is_addressable,
+    steps,
+)
 from echokernels.moe._hopper_gemm_consume import consume
 from echokernels.moe._hopper_gemm_load import gather, load
 from echokernels.moe._hopper_gemm_memory import (
@@ -33,6 +37,7 @@ from echokernels.moe._hopper_gemm_memory import (
     make_out_tiles,
     make_stages,
 )
+from echokernels.moe._tiles import most_row_tiles
 
 # Of each expert on average: 64 tokens of Qwen3-30B-A3B take 282 us instead of 393.
 _LEAST_ROWS = 4
@@ -172,14 +177,15 @@ def launch_hopper(
         has_row_weights=row_weights is not None,
         even_k=depth % BLOCK_K.value == 0,
     )
+    row_tiles = most_row_tiles(num_rows, num_experts, config.block_m)
     consumer_registers, loader_registers = _REGISTERS_GATHERING if gathers else _REGISTERS
     launch(
         grouped_gemm_hopper_kernel,
-        (min(_most_tiles(num_rows, weight_size, num_experts, config), target.num_sms),),
+        (min(row_tiles * triton.cdiv(weight_size, config.block_n), target.num_sms),),
         out,
-        _descriptor(out, [BLOCK_ROWS.value, half]),
-        x if gathers else _descriptor(x, [BLOCK_ROWS.value, BLOCK_K.value]),
-        _descriptor(weight, [1, half, BLOCK_K.value]),
+        box_descriptor(out, [BLOCK_ROWS.value, half]),
+        x if gathers else box_descriptor(x, [BLOCK_ROWS.value, BLOCK_K.value]),
+        box_descriptor(weight, [1, half, BLOCK_K.value]),
         expert_offsets,
         row_weights,
         choices,
@@ -196,13 +202,3 @@ def launch_hopper(
         num_warps=4,
         **early_launch(x.device),
     )
-
-
-def _most_tiles(num_rows: int, weight_size: int, num_experts: int, config: HopperTile) -> int:
-    row_tiles = min(num_rows, num_experts) + max(num_rows - num_experts, 0) // config.block_m
-    return row_tiles * triton.cdiv(weight_size, config.block_n)
-
-
-def _descriptor(x: torch.Tensor, block: list[int]) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for(block, GLUON_DTYPES[x.dtype])
-    return TensorDescriptor(x, list(x.shape), [*steps(x), 1], block, layout)

@@ -8,7 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from echokernels._gluon_compat import aggregate
-from echokernels.attention._hopper_memory import BLOCK_ROWS
+from echokernels.attention._hopper_memory import BLOCK_ROWS, number_of
+from echokernels.moe._tiles import place_of
 
 
 @aggregate
@@ -65,19 +66,9 @@ def work_of(tile, counts, call):
     before = gl.max(gl.where(counts.end <= tile, counts.end, 0), 0)
     begin, end = _rows_of(expert, call)
     row_tiles = _row_tiles(end - begin, S)
-    row_tile, column_tile = _place_of(tile - before, row_tiles, counts.columns, call.group)
+    row_tile, column_tile = place_of(tile - before, row_tiles, counts.columns, call.group)
     row = begin + row_tile * (S.consumers * BLOCK_ROWS)
     return Work(expert, row, gl.where(tile < counts.total, end - row, 0), column_tile)
-
-
-@gluon.jit
-def _place_of(place, row_tiles, column_tiles, group):
-    """(row tile, column tile) of an expert's tile."""
-    group = gl.maximum(gl.minimum(group, row_tiles), 1)
-    first = place // (group * column_tiles) * group
-    size = gl.maximum(gl.minimum(row_tiles - first, group), 1)
-    within = place - first * column_tiles
-    return first + within % size, within // size
 
 
 @gluon.jit
@@ -92,10 +83,6 @@ def send_work(ring, use, work):
 @gluon.jit
 def receive_work(ring, use):
     numbers = ring.receive(use)
-    return Work(_number(numbers, 0), _number(numbers, 1), _number(numbers, 2), _number(numbers, 3))
-
-
-@gluon.jit
-def _number(numbers, I: gl.constexpr):
-    i = gl.arange(0, 4, layout=numbers.type.layout)
-    return gl.sum(gl.where(i == I, numbers, 0), 0)
+    return Work(
+        number_of(numbers, 0), number_of(numbers, 1), number_of(numbers, 2), number_of(numbers, 3)
+    )

@@ -11,8 +11,8 @@ groups are not written.
 Programs stay and take one tile after another, counted over all experts from expert_offsets on the
 device: nothing waits for the host, and an expert without rows costs nothing. Tiles of an expert's
 rows that share weights come one after another. Sizes of tiles, and how many programs there are,
-follow from shapes alone, never from offsets: one CUDA graph serves any load. Many rows of an expert
-run a kernel of their own on Hopper (_hopper_gemm.py).
+follow from shapes alone, never from offsets: one CUDA graph serves any load. On Hopper a kernel of
+its own runs where experts have a few rows each (_hopper_gemm.py).
 """
 
 from dataclasses import dataclass
@@ -41,6 +41,7 @@ from echokernels._target import INTERPRETED, Target, target_of
 from echokernels._tuning import TileConfig, select
 from echokernels.activation.gated import activate
 from echokernels.moe import _hopper_gemm, reference
+from echokernels.moe._tiles import most_row_tiles, place_of
 from echokernels.moe.routing import MAX_EXPERTS
 
 
@@ -51,16 +52,6 @@ class GroupedTile(TileConfig):
     block_t: int = 16
     programs_per_sm: int = 2  # at most
     group: int = 2**20  # row tiles of an expert that come one after another for the same weights
-
-
-@triton.jit
-def _place_of(place, row_tiles, column_tiles, group):
-    """(row tile, column tile) of an expert's tile: groups of row tiles walk along the columns."""
-    group = tl.minimum(group, row_tiles)
-    first = place // (group * column_tiles) * group
-    size = tl.minimum(row_tiles - first, group)
-    within = place - first * column_tiles
-    return first + within % size, within // size
 
 
 @triton.jit(do_not_specialize=["k", "group"])
@@ -106,7 +97,7 @@ def _grouped_gemm_kernel(
         own = expert == owner
         own_tiles = tl.sum(tl.where(own, row_tiles, 0), 0)
         place = tile - tl.max(tl.where(expert < owner, tiles, 0), 0)
-        row_tile, column_tile = _place_of(place, own_tiles, column_tiles, group)
+        row_tile, column_tile = place_of(place, own_tiles, column_tiles, group)
         first = tl.sum(tl.where(own, begin, 0), 0) + row_tile * BLOCK_T
         token = first.to(tl.int64) + tl.arange(0, BLOCK_T)
         token_mask = token < tl.sum(tl.where(own, end, 0), 0)
@@ -151,7 +142,7 @@ def _num_programs(
     num_rows: int, num_experts: int, column_tiles: int, block_t: int, per_sm: int, target: Target
 ) -> int:
     """As many as there may be tiles, but no more than run at once."""
-    row_tiles = min(num_rows, num_experts) + max(num_rows - num_experts, 0) // block_t
+    row_tiles = most_row_tiles(num_rows, num_experts, block_t)
     return min(row_tiles * column_tiles, target.num_sms * per_sm)
 
 
