@@ -25,7 +25,7 @@ from echokernels._tuning import TileConfig
 # Token tiles that share a stretch of weight rows: 1,024 tokens and their weights stay in the L2.
 _GROUP = tl.constexpr(8)
 
-_RESERVED = 1024  # bytes of shared memory that CUDA keeps of each program's
+RESERVED = 1024  # bytes of shared memory that CUDA keeps of each program's
 
 # Bytes of weights on their way to all programs: what an H200's memory delivers in two microseconds.
 # With less, few programs wait (QKV of 4,096 x 4,096, 64 tokens: 12.8 us with 5 MB, 12.2 with 8);
@@ -121,7 +121,7 @@ def weight_tile(
     # All programs should run at once, for then memory is shared evenly and all end together (FFN of
     # Qwen3-8B: 384 programs, three on an SM, 47.3 us; two on an SM, in two waves, 49.9).
     residents = triton.cdiv(programs, target.num_sms)
-    budget = target.shared_memory // (residents if residents <= 4 else 2) - _RESERVED
+    budget = target.shared_memory // (residents if residents <= 4 else 2) - RESERVED
     column_bytes = (block_m + block_t) * itemsize
     if block_m < 64:
         block_n, most = 256, 4

@@ -32,7 +32,7 @@ from echokernels._checks import (
     check_same_device,
     check_shape,
 )
-from echokernels._gemm import project, split_pairs, token_block, weight_rows, weight_tile
+from echokernels._gemm import RESERVED, project, split_pairs, token_block, weight_rows, weight_tile
 from echokernels._launch import launch
 from echokernels._library import define_op
 from echokernels._path import current_path
@@ -130,12 +130,24 @@ def _config(
 ) -> GroupedTile:
     """For experts that share the rows evenly."""
     block_t = token_block(triton.cdiv(num_rows, num_experts), itemsize)
+    if block_t <= 32 and itemsize < 4:
+        return _few_rows_config(block_t, itemsize, target)
     block_m = weight_rows(weight_size, block_t, itemsize, target)
     per_sm = 4 if block_t <= 32 else 2
     column_tiles = triton.cdiv(weight_size, block_m)
     programs = _num_programs(num_rows, num_experts, column_tiles, block_t, per_sm, target)
     tile = weight_tile(block_m, block_t, programs, itemsize, target)
     return GroupedTile(tile.block_m, tile.block_n, tile.num_warps, tile.num_stages, block_t, per_sm)
+
+
+def _few_rows_config(block_t: int, itemsize: int, target: Target) -> GroupedTile:
+    """Two programs on an SM, each with 64 KiB of weights on their way: with three of 48 KiB layers
+    of Qwen3 are up to 2% faster (H200), one of Mixtral at 8 tokens 4% slower."""
+    column_bytes = (64 + block_t) * itemsize
+    budget = target.shared_memory // 2 - RESERVED
+    block_k = 128 if budget >= 3 * 128 * column_bytes else 64
+    num_stages = min(budget // (block_k * column_bytes), 4)
+    return GroupedTile(64, block_k, 4, num_stages, block_t, programs_per_sm=2)
 
 
 def _num_programs(

@@ -162,9 +162,29 @@ def test_many_rows_run_the_kernel_for_them():
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize(("tokens", "launches"), [(1, 4), (4096, 5)])
+@pytest.mark.parametrize(("tokens", "launches"), [(1, 2), (16, 4), (4096, 5)])
 def test_fused_moe(target, tokens, launches):
     x, weights, ids = meta(tokens, 256), meta(tokens, 8, dtype=FP32), meta(tokens, 8, dtype=INT)
     w1, w2 = meta(128, 2 * 96, 256), meta(128, 256, 96)
     kernels = compile_op("fused_moe", target, x, x, w1, w2, weights, ids, "silu", 0, None)
     assert len(kernels) == launches
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    ("dtype", "tokens", "k", "experts", "hidden", "width"),
+    [(BF16, 1, 8, 128, 2048, 768), (FP16, 1, 2, 8, 4096, 14_336), (FP32, 2, 4, 60, 40, 96)],
+)
+def test_few_choices(target, dtype, tokens, k, experts, hidden, width):
+    x, weights = meta(tokens, hidden, dtype=dtype), meta(tokens, k, dtype=FP32)
+    w1 = meta(experts, 2 * width, hidden, dtype=dtype)
+    w2 = meta(experts, hidden, width, dtype=dtype)
+    ids = meta(tokens, k, dtype=INT)
+    kernels = compile_op("fused_moe", target, x, x, w1, w2, weights, ids, "silu", 0, None)
+    assert len(kernels) == 2
+    if target == "gfx942":
+        return
+    assert all(local_memory(kernel) == 0 for kernel in kernels)
+    # Weights are on their way while others are multiplied.
+    if dtype != FP32:
+        assert all("cp.async.cg" in kernel.asm["ptx"] for kernel in kernels)

@@ -1,5 +1,8 @@
 """fused_moe against float64, token by token and expert by expert."""
 
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,6 +10,9 @@ from hypothesis import strategies as st
 
 from echokernels import fused_moe, fused_moe_workspace_size, topk_softmax
 from echokernels._path import forced_path
+from echokernels._replay import bypass
+from echokernels._tuning import TileConfig, forced
+from echokernels.moe import fused_moe as fused_moe_module
 from tests.ops.moe_routes import as_tensor, routes, small_chunks  # noqa: F401
 from tests.ops.test_gate_up import ACTIVATIONS
 from tests.ops.test_grouped_gemm import dtypes
@@ -14,10 +20,27 @@ from tests.strategies import generator, poisoned, randn, seeds, strided_randn
 from tests.tolerances import assert_close
 
 HIDDEN, WIDTH = 40, 24
+# Of what is between the products an element near the border of two numbers is off by an ulp; the
+# second product, of many choices; the sum.
+ROUNDINGS = 4
+
+
+@contextmanager
+def choices_taken(path):
+    """As they come ("direct"), in the order of their experts ("ordered"), or as the op decides
+    ("auto")."""
+    if path == "auto":
+        yield
+        return
+    with (
+        bypass(),
+        mock.patch.object(fused_moe_module, "_takes_direct", return_value=path == "direct"),
+    ):
+        yield
 
 
 def expected(x, w1, w2, weights, ids, activation, start):
-    """In float64, with what the experts compute rounded to x's dtype where the op rounds it."""
+    """In float64, with what is between an expert's products rounded to x's dtype."""
     out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for token, row in enumerate(ids):
         for j, expert in enumerate(row):
@@ -25,8 +48,7 @@ def expected(x, w1, w2, weights, ids, activation, start):
                 continue
             gate, up = (w1[expert - start].double() @ x[token].double()).chunk(2)
             between = (ACTIVATIONS[activation](gate) * up).to(x.dtype).double()
-            product = (w2[expert - start].double() @ between).to(x.dtype).double()
-            out[token] += weights[token, j].double() * product
+            out[token] += weights[token, j].double() * (w2[expert - start].double() @ between)
     return out
 
 
@@ -44,26 +66,63 @@ def layer(num_experts, dtype, device, gen, hidden=HIDDEN, width=WIDTH):
     activation=st.sampled_from(sorted(ACTIVATIONS)),
     pad=st.sampled_from([0, 8]),
     with_workspace=st.booleans(),
+    path=st.sampled_from(["auto", "direct", "ordered"]),
     seed=seeds,
 )
-def test_fused_moe(device, route, dtype, id_dtype, activation, pad, with_workspace, seed):
+def test_fused_moe(device, route, dtype, id_dtype, activation, pad, with_workspace, path, seed):
     ids, k, num_experts, start = route
     gen = generator(seed)
     x = strided_randn(len(ids), HIDDEN, dtype=dtype, device=device, gen=gen, pad=pad)
     w1, w2 = layer(num_experts, dtype, device, gen)
-    weights = randn(len(ids), k, dtype=torch.float32, device=device, gen=gen)
+    weights = (torch.rand(len(ids), k, generator=gen) + 0.5).to(device)
     workspace = None
     if with_workspace:
         size = fused_moe_workspace_size(len(ids), k, HIDDEN, WIDTH, num_experts, dtype)
         workspace = torch.full((size,), 255, dtype=torch.uint8, device=device)  # NaN in any dtype
     out = poisoned(len(ids), HIDDEN + pad, dtype=dtype, device=device)[:, :HIDDEN]
-    got = fused_moe(
-        x, w1, w2, weights, as_tensor(ids, k, id_dtype, device, pad), activation=activation,
-        expert_start=start, workspace=workspace, out=out,
-    )  # fmt: skip
+    with choices_taken(path):
+        got = fused_moe(
+            x, w1, w2, weights, as_tensor(ids, k, id_dtype, device, pad), activation=activation,
+            expert_start=start, workspace=workspace, out=out,
+        )  # fmt: skip
     assert got is out
-    # Rounded where the exact value was near the border between two, an element is off by an ulp.
-    assert_close(out, expected(x, w1, w2, weights, ids, activation, start), roundings=3)
+    want = expected(x, w1, w2, weights, ids, activation, start)
+    assert_close(out, want, roundings=ROUNDINGS)
+
+
+@given(
+    # hidden, width: less than a tile, several of them
+    shape=st.sampled_from([(1, 1), (40, 24), (70, 33)]),
+    k=st.sampled_from([1, 2, 3, 8]),
+    dtype=dtypes,
+    first=st.sampled_from([None, TileConfig(2, 16, 1), TileConfig(4, 32, 2, 3)]),
+    second=st.sampled_from([None, TileConfig(2, 16, 1), TileConfig(4, 32, 2, 3)]),
+    seed=seeds,
+)
+def test_choices_as_they_come(device, shape, k, dtype, first, second, seed):
+    (hidden, width), gen = shape, generator(seed)
+    x = randn(2, hidden, dtype=dtype, device=device, gen=gen)
+    w1, w2 = layer(10, dtype, device, gen, hidden, width)
+    weights = (torch.rand(2, k, generator=gen) + 0.5).to(device)
+    # Of 14 experts the middle 10 are here.
+    ids = torch.rand(2, 14, generator=gen).argsort(1)[:, :k].int()
+    tiles = {"moe_gate_up": first, "moe_down": second}
+    with ExitStack() as stack:
+        stack.enter_context(choices_taken("direct"))
+        for op, tile in tiles.items():
+            if tile is not None:
+                stack.enter_context(forced(op, tile))
+        got = fused_moe(x, w1, w2, weights, ids.to(device), expert_start=2)
+    want = expected(x, w1, w2, weights, ids.tolist(), "silu", 2)
+    assert_close(got, want, roundings=ROUNDINGS)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "k", "experts", "direct"),
+    [(1, 2, 8, True), (2, 2, 8, False), (4, 8, 128, True), (5, 8, 128, False)],
+)
+def test_a_few_choices_are_taken_as_they_come(tokens, k, experts, direct):
+    assert fused_moe_module._takes_direct(tokens, k, experts) == direct
 
 
 def test_ranks_of_experts_add_up(device):
@@ -154,7 +213,26 @@ def test_the_kernels_for_many_tokens(cuda, route, dtype, shape, activation, seed
             x, w1, w2, weights, as_tensor(ids, k, torch.int32, cuda), activation=activation,
             expert_start=start,
         )  # fmt: skip
-    assert_close(out, expected(x, w1, w2, weights, ids, activation, start), roundings=3)
+    assert_close(out, expected(x, w1, w2, weights, ids, activation, start), roundings=ROUNDINGS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("tokens", "k", "experts", "hidden", "width"), [(1, 8, 128, 2048, 768), (3, 2, 40, 4096, 1408)]
+)
+def test_few_choices(cuda, tokens, k, experts, hidden, width):
+    """Of real sizes, one call behind the other, each with other choices."""
+    gen = generator(0)
+    w1, w2 = layer(experts, torch.bfloat16, cuda, gen, hidden, width)
+    calls = []
+    for _ in range(20):
+        x = randn(tokens, hidden, dtype=torch.bfloat16, device=cuda, gen=gen)
+        weights, ids = (y.to(cuda) for y in torch.rand(tokens, experts, generator=gen).topk(k))
+        calls.append((x, w1, w2, weights, ids))
+    results = [fused_moe(*call) for call in calls]
+    for (x, _, _, weights, ids), got in zip(calls, results, strict=True):
+        want = expected(x, w1, w2, weights, ids.tolist(), "silu", 0)
+        assert_close(got, want, roundings=ROUNDINGS)
 
 
 @pytest.mark.gpu
@@ -169,11 +247,11 @@ def test_many_tokens(cuda, skew):
     weights, ids = (y.to(cuda) for y in scores.softmax(1).topk(2))
     want = expected(x, w1, w2, weights, ids, "silu", 0)
     for _ in range(3):
-        assert_close(fused_moe(x, w1, w2, weights, ids.int()), want, roundings=3)
+        assert_close(fused_moe(x, w1, w2, weights, ids.int()), want, roundings=ROUNDINGS)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [3, 700])
+@pytest.mark.parametrize("tokens", [1, 3, 700])
 def test_one_graph_serves_any_load(cuda, tokens):
     gen = generator(0)
     x = randn(tokens, HIDDEN, dtype=torch.bfloat16, device=cuda, gen=gen)
