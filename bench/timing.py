@@ -59,17 +59,24 @@ def num_sets(set_bytes: int, device: torch.device) -> int:
     return min(max(twice, min(often, _MANY_SETS)), MAX_SETS)
 
 
-def graph_us(works: Sequence[Round], device: torch.device) -> list[float]:
-    """Times of one call of each of `works` on the device, over replays. On a CPU: `eager_us`."""
+def graph_us(
+    works: Sequence[Round],
+    device: torch.device,
+    *,
+    turns: int = _TURNS,
+    turn_us: float = _TURN_US,
+) -> list[float]:
+    """Times of one call of each of `works` on the device, over replays. On a CPU: `eager_us`. Each
+    is run for turn_us in each of the turns."""
     if device.type != "cuda":
         return [eager_us(work.calls, device) for work in works]
     estimates = [_replay_us(work, 2) for work in works]
     times: list[list[float]] = [[] for _ in works]
     order = random.Random(0)
-    for _ in range(_TURNS):
+    for _ in range(turns):
         for index in order.sample(range(len(works)), len(works)):
             _drop_kept_lines(device)
-            repeats = _within(3, _TURN_US / estimates[index], 50)
+            repeats = _within(3, turn_us / estimates[index], 50)
             times[index] += _replays_us(works[index], repeats)[repeats // 3 :]
     return [
         statistics.median(of_work) / work.num_calls
