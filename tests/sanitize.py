@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from echokernels import flash_attn_varlen, paged_attention
+from echokernels import flash_attn_varlen, fused_moe, grouped_gemm, paged_attention
 from echokernels._path import forced_path
 from tests.strategies import boundaries
 
@@ -42,6 +42,14 @@ DECODES: dict[str, tuple[int, torch.dtype, int, int, dict[str, Any]]] = {
 }
 
 
+LAYERS = {
+    # name: (tokens, k, experts, hidden, width)
+    "experts": (600, 2, 8, 256, 264),
+    "experts-few-rows": (70, 4, 60, 136, 40),
+    "experts-direct": (1, 8, 128, 2048, 768),
+}
+
+
 def inputs(
     head_dim: int, dtype: torch.dtype, num_seqs: int, page_size: int, options: dict[str, Any]
 ) -> tuple[list[torch.Tensor], dict[str, Any]]:
@@ -69,8 +77,41 @@ def inputs(
     return [q, k, v, cu_seqlens], options
 
 
+def layer(
+    tokens: int, k: int, experts: int, hidden: int, width: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    def randn(*shape: int) -> torch.Tensor:
+        return (torch.randn(shape, device="cuda") * shape[-1] ** -0.5).bfloat16()
+
+    weights, ids = torch.rand(tokens, experts, device="cuda").topk(k)
+    x = torch.randn(tokens, hidden, device="cuda").bfloat16()
+    return x, randn(experts, 2 * width, hidden), randn(experts, hidden, width), weights, ids
+
+
+def check_experts() -> None:
+    for name, shape in LAYERS.items():
+        x, w1, w2, weights, ids = layer(*shape)
+        rows = torch.arange(len(w1) + 1, device="cuda") * len(x) // (len(w1) + 1) + 1
+        of_rows = torch.rand(len(x), device="cuda")
+        results = []
+        for path in ("hopper", "portable"):
+            with torch.inference_mode(), forced_path(path):
+                out = torch.zeros(len(x), w1.shape[1], dtype=x.dtype, device="cuda")
+                grouped_gemm(x, w1, rows.int(), row_weights=of_rows, out=out)
+                results.append((fused_moe(x, w1, w2, weights, ids), out))
+        for actual, expected in zip(*results, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=0, atol=5e-2)
+        print(name, "ok", flush=True)
+
+
 def main() -> None:
     torch.manual_seed(0)
+    check_experts()
+    check_prefill()
+    check_decode()
+
+
+def check_prefill() -> None:
     for name, variant in VARIANTS.items():
         args, options = inputs(*variant)
         with torch.inference_mode(), forced_path("hopper"):
@@ -82,6 +123,9 @@ def main() -> None:
         atol = 1e-2 if "k_scale" in options else 1e-3
         torch.testing.assert_close(lse, want_lse, rtol=0, atol=atol)
         print(name, "ok", flush=True)
+
+
+def check_decode() -> None:
     for name, (head_dim, dtype, num_seqs, page_size, given) in DECODES.items():
         (_, k, v, _), options = inputs(head_dim, dtype, num_seqs, page_size, given)
         del options["max_seqlen_q"]
