@@ -15,11 +15,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from echokernels._gluon_compat import aggregate
+from echokernels.attention._hopper_convert import queries_in_fp16
 from echokernels.attention._hopper_memory import BLOCK_ROWS, accumulator_layout, zero_rows
 from echokernels.attention._hopper_softmax import (
     NOTHING,
     as_operand,
     of_threads,
+    per_column,
+    per_row,
     row_layout,
     scaled_down,
     weigh,
@@ -43,18 +46,21 @@ class Rows:
     position: gl.tensor  # of the first row, counted in keys
     k_len: gl.tensor
     slope: gl.tensor  # in base 2; used with ALiBi only
+    unit: gl.tensor  # of the queries, [rows, 4] of `row_layout`; used with codes only
 
 
 @gluon.jit
-def consume(consumer: gl.constexpr, out_desc, out_tiles, works, q_ring, k_ring, v_ring, call):
+def consume(
+    consumer: gl.constexpr, out_desc, out_tiles, works, q_ring, k_ring, v_ring, scales, call
+):
     S: gl.constexpr = call.S
     used = 0  # key tiles so far
     turn = 0
     work = receive_work(works, turn)
     while work.seq >= 0:
-        rows = _rows(consumer, call, work)
+        position = work.position + consumer * BLOCK_ROWS
         begin, end = key_tiles(call, work)
-        last = own_end(call, rows.position, begin, end)
+        last = own_end(call, position, begin, end)
         for _ in range(end - last):
             # Of the consumers after this one only.
             k_ring.wait_full(used)
@@ -63,31 +69,49 @@ def consume(consumer: gl.constexpr, out_desc, out_tiles, works, q_ring, k_ring, 
             v_ring.release(used)
             used += 1
         end = last
-        full_begin, full_end = unmasked_tiles(call, work, rows.position, begin, end)
+        full_begin, full_end = unmasked_tiles(call, work, position, begin, end)
 
         q_use = turn * S.consumers + consumer
         q_ring.wait_full(q_use)
         q = q_ring.tile(q_use)
-        acc, base, l, p = _first_tile(q, k_ring, v_ring, used, end - 1, rows, call)
+        unit = call.scale
+        if S.has_codes:
+            q, unit = queries_in_fp16(q)
+            unit = _to_multiply(unit, call)
+        rows = _rows(position, unit, call, work)
+        acc, base, l, p = _first_tile(q, k_ring, v_ring, scales, used, end - 1, rows, call)
         used += 1
         acc, base, l, p, used = _next_tiles(
-            q, k_ring, v_ring, used, acc, base, l, p, full_end, end - 1, rows, call, MASKED=True
+            q,
+            k_ring,
+            v_ring,
+            scales,
+            used,
+            acc,
+            base,
+            l,
+            p,
+            full_end,
+            end - 1,
+            rows,
+            call,
+            MASKED=True,
         )
         if not S.masks_all:
             acc, base, l, p, used = _next_tiles(
-                q, k_ring, v_ring, used, acc, base, l, p, full_begin, full_end, rows, call,
+                q, k_ring, v_ring, scales, used, acc, base, l, p, full_begin, full_end, rows, call,
                 MASKED=False,
             )  # fmt: skip
             if S.has_left:
                 acc, base, l, p, used = _next_tiles(
-                    q, k_ring, v_ring, used, acc, base, l, p, begin, full_begin, rows, call,
+                    q, k_ring, v_ring, scales, used, acc, base, l, p, begin, full_begin, rows, call,
                     MASKED=True,
                 )  # fmt: skip
         q_ring.release(q_use)
 
         v_ring.wait_full(used - 1)
         OUT: gl.constexpr = acc.type.layout
-        p = as_operand(p, q.dtype, OUT)
+        p = as_operand(p, v_ring.tiles.dtype, OUT)
         product = warpgroup_mma(p, v_ring.tile(used - 1), acc, is_async=True)
         turn += 1
         next_work = receive_work(works, turn)
@@ -103,69 +127,101 @@ def consume(consumer: gl.constexpr, out_desc, out_tiles, works, q_ring, k_ring, 
 
 
 @gluon.jit
-def _rows(consumer: gl.constexpr, call, work):
+def _rows(position, unit, call, work):
     S: gl.constexpr = call.S
-    position = work.position + consumer * BLOCK_ROWS
     slope = call.scale
     if S.has_alibi:
         slope = gl.load(call.slopes_ptr + work.seq * call.slopes_stride + work.head) * _LOG2_E
-    return Rows(position, work.k_len, slope)
+    return Rows(position, work.k_len, slope, unit)
 
 
 @gluon.jit
-def _first_tile(q, k_ring, v_ring, use, tile, rows, call):
+def _first_tile(q, k_ring, v_ring, scales, use, tile, rows, call):
     """(accumulator, base, sum, weights) after the last key tile, which may have an end."""
     S: gl.constexpr = call.S
     BLOCK_D: gl.constexpr = S.block_d
     OUT: gl.constexpr = accumulator_layout(BLOCK_D)
     k_ring.wait_full(use)
-    s = warpgroup_mma_wait(0, [_multiply(q, k_ring.tile(use))])
+    scores = _multiply(q, k_ring.tile(use))
+    unit, lift = _units(scales, use, rows, call)
+    s = warpgroup_mma_wait(0, [scores])
     k_ring.release(use)
-    s = of_threads(_mask(_bias(s, tile, rows, call), tile, rows, call))
+    s = of_threads(_mask(_bias(s, unit, tile, rows, call), tile, rows, call))
     base = gl.full([BLOCK_ROWS, 4], NOTHING, gl.float32, row_layout(s.type.layout))
-    p, l, base, _ = weigh(s, base, call, q.dtype)
-    valid = rows.k_len - tile * S.block_n
-    if valid < S.block_n:
-        v_ring.wait_full(use)
-        zero_rows(v_ring.tile(use), valid)
+    p, l, base, _ = weigh(s, base, unit, lift, S, v_ring.tiles.dtype)
+    if not S.has_codes:  # those beyond the end have a scale of 0
+        valid = rows.k_len - tile * S.block_n
+        if valid < S.block_n:
+            v_ring.wait_full(use)
+            zero_rows(v_ring.tile(use), valid)
     acc = gl.zeros([BLOCK_ROWS, BLOCK_D], gl.float32, OUT)
     return acc, base, l, p
 
 
 @gluon.jit
 def _next_tiles(
-    q, k_ring, v_ring, used, acc, base, l, p, begin, end, rows, call, MASKED: gl.constexpr
+    q, k_ring, v_ring, scales, used, acc, base, l, p, begin, end, rows, call, MASKED: gl.constexpr
 ):
     """The same after the tiles from `end` - 1 down to `begin`, and how many there were so far."""
     for i in range(end - begin):
         acc, base, l, p = _next_tile(
-            q, k_ring, v_ring, used, acc, base, l, p, end - 1 - i, rows, call, MASKED
+            q, k_ring, v_ring, scales, used, acc, base, l, p, end - 1 - i, rows, call, MASKED
         )
         used += 1
     return acc, base, l, p, used
 
 
 @gluon.jit
-def _next_tile(q, k_ring, v_ring, use, acc, base, l, p, tile, rows, call, MASKED: gl.constexpr):
+def _next_tile(
+    q, k_ring, v_ring, scales, use, acc, base, l, p, tile, rows, call, MASKED: gl.constexpr
+):
     """The same after one more key tile; multiplies the weights of the one before."""
+    S: gl.constexpr = call.S
     OUT: gl.constexpr = acc.type.layout
-    p = as_operand(p, q.dtype, OUT)
+    p = as_operand(p, v_ring.tiles.dtype, OUT)
     k_ring.wait_full(use)
     scores = _multiply(q, k_ring.tile(use))
     v_ring.wait_full(use - 1)
     product = warpgroup_mma(p, v_ring.tile(use - 1), acc, is_async=True)
+    unit, lift = _units(scales, use, rows, call)
     s = warpgroup_mma_wait(1, [scores])
     k_ring.release(use)
-    s = _bias(s, tile, rows, call)
+    s = _bias(s, unit, tile, rows, call)
     # Before the exponentials: the registers of the last weights are needed for the next.
     acc = warpgroup_mma_wait(0, [product])
     v_ring.release(use - 1)
+    dtype: gl.constexpr = v_ring.tiles.dtype
     if MASKED:
-        s = _mask(s, tile, rows, call)
-        p, sums, base, growth = weigh(of_threads(s), base, call, q.dtype)
+        s = of_threads(_mask(s, tile, rows, call))
+        p, sums, base, growth = weigh(s, base, unit, lift, S, dtype)
     else:
-        p, sums, base, growth = weigh_on(of_threads(s), base, call, q.dtype)
+        p, sums, base, growth = weigh_on(of_threads(s), base, unit, lift, S, dtype)
     return scaled_down(acc, growth), base, l * gl.exp2(-growth) + sums, p
+
+
+@gluon.jit
+def _to_multiply(unit, call):
+    """As `Rows` holds units of queries."""
+    S: gl.constexpr = call.S
+    BLOCK_N: gl.constexpr = S.block_n
+    scores = gl.zeros([BLOCK_ROWS, BLOCK_N], gl.float32, accumulator_layout(BLOCK_N))
+    ROWS: gl.constexpr = row_layout(of_threads(scores).type.layout)
+    if not (S.has_softcap or S.has_alibi):
+        unit *= call.scale
+    return per_row(unit, ROWS)
+
+
+@gluon.jit
+def _units(scales, use, rows, call):
+    """(what scores of a key tile are to be multiplied with, log2 of what its values are)."""
+    S: gl.constexpr = call.S
+    unit = rows.unit
+    lift = call.scale
+    if S.has_codes:
+        of_tile = scales.unit(use)
+        unit = unit * of_tile.of_keys
+        lift = of_tile.log2_of_values
+    return unit, lift
 
 
 @gluon.jit
@@ -186,9 +242,11 @@ def _places(s, tile, rows):
 
 
 @gluon.jit
-def _bias(s, tile, rows, call):
+def _bias(s, unit, tile, rows, call):
     """Capped and lowered by ALiBi. With either, scores are scaled here, else when weighed."""
     S: gl.constexpr = call.S
+    if S.has_codes and (S.has_softcap or S.has_alibi):
+        s = gl.convert_layout(gl.reshape(of_threads(s) * per_column(unit), s.shape), s.type.layout)
     if S.has_softcap:
         # cap * tanh(s * scale / cap); an exponential that overflows gives 1.
         twice = 2.0 * _LOG2_E * call.scale / call.cap

@@ -36,6 +36,7 @@ class Shape(NamedTuple):
     masks_all: bool  # key tiles: code for those that need no mask is left out
     stages_output: bool  # through shared memory, and stored by TMA
     has_codes: bool  # INT8 pages, with scales
+    code_slots: int  # tiles of codes on their way, of K and V in turns
     has_list: bool  # of work, made by a kernel before
     has_cu_seqlens_k: bool
     has_seqused_k: bool
@@ -43,6 +44,10 @@ class Shape(NamedTuple):
 
 BLOCK_ROWS = gl.constexpr(64)
 """Queries of a consumer: what WGMMA multiplies at once."""
+
+
+KEY_LAYOUT = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
+"""Of the keys of a tile, or of its pages, over a warp that loads."""
 
 
 @gluon.constexpr_function
@@ -112,6 +117,51 @@ class Ring:
         return numbers
 
 
+@aggregate
+class EveryOther:
+    """A ring of every other tile in a block of memory: two kinds of tiles take turns in it."""
+
+    tiles: gl.shared_memory_descriptor  # [2 * slots, rows, block_d]
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    FIRST: gl.constexpr
+
+    @gluon.jit
+    def tile(self, use):
+        return self.tiles.index(use % self.full.shape[0] * 2 + self.FIRST)
+
+    @gluon.jit
+    def wait_full(self, use):
+        SLOTS: gl.constexpr = self.full.shape[0]
+        mbarrier.wait(self.full.index(use % SLOTS), (use // SLOTS) & 1)
+
+    @gluon.jit
+    def release(self, use):
+        mbarrier.arrive(self.empty.index(use % self.full.shape[0]))
+
+    @gluon.jit
+    def wait_empty(self, use):
+        SLOTS: gl.constexpr = self.full.shape[0]
+        mbarrier.wait(self.empty.index(use % SLOTS), ((use // SLOTS) & 1) ^ 1)
+
+    @gluon.jit
+    def fill(self, use):
+        """Tells that the tile is there."""
+        mbarrier.arrive(self.full.index(use % self.full.shape[0]))
+
+
+@gluon.jit
+def make_rings_in_turns(
+    dtype: gl.constexpr, SLOTS: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+):  # fmt: skip
+    """Two rings, of tiles that one writes in turns."""
+    tiles = _make_tiles(dtype, 2 * SLOTS, ROWS, D)
+    full_0, empty_0 = _make_barriers(SLOTS, CONSUMERS, 1)
+    full_1, empty_1 = _make_barriers(SLOTS, CONSUMERS, 1)
+    return EveryOther(tiles, full_0, empty_0, 0), EveryOther(tiles, full_1, empty_1, 1)
+
+
 @gluon.jit
 def make_ring(
     dtype: gl.constexpr, SLOTS: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr,
@@ -155,13 +205,18 @@ def number_of(numbers, I: gl.constexpr):
 
 @gluon.jit
 def _with_barriers(tiles, CONSUMERS: gl.constexpr, PRODUCERS: gl.constexpr):
-    SLOTS: gl.constexpr = tiles.shape[0]
+    full, empty = _make_barriers(tiles.shape[0], CONSUMERS, PRODUCERS)
+    return Ring(tiles, full, empty)
+
+
+@gluon.jit
+def _make_barriers(SLOTS: gl.constexpr, CONSUMERS: gl.constexpr, PRODUCERS: gl.constexpr):
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
         mbarrier.init(full.index(slot), count=PRODUCERS)
         mbarrier.init(empty.index(slot), count=CONSUMERS)
-    return Ring(tiles, full, empty)
+    return full, empty
 
 
 @gluon.jit
@@ -187,6 +242,53 @@ def load_page_ids(table_ptr, tile, k_len, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.c
         page = gl.load(table_ptr + first + i, mask=used, other=0).to(gl.int32)
         ids += (page,)  # type: ignore[assignment]
     return ids
+
+
+@aggregate
+class PageLoader:
+    """Loads tiles of codes page by page, in a loop: unrolled, its code would take the place that
+    the loops of converting and multiplying need in the instruction cache."""
+
+    numbers: gl.shared_memory_descriptor  # i32[pages of a tile], of the tile that is loaded
+    PAGE_SIZE: gl.constexpr
+    BLOCK_N: gl.constexpr
+
+    @gluon.jit
+    def read(self, table_ptr, tile, k_len):
+        """Numbers of the pages of a tile, or of the page that it is a part of; 0 for those beyond
+        the sequence's end."""
+        COUNT: gl.constexpr = self.numbers.shape[0]
+        i = tile * self.BLOCK_N // self.PAGE_SIZE + gl.arange(0, COUNT, layout=KEY_LAYOUT)
+        used = i < gl.cdiv(k_len, self.PAGE_SIZE)
+        return gl.load(table_ptr + i, mask=used, other=0).to(gl.int32)
+
+    @gluon.jit
+    def load(self, desc, tile, head, ring, use):
+        """The pages whose numbers were stored, one below the other."""
+        COUNT: gl.constexpr = self.numbers.shape[0]
+        ROWS: gl.constexpr = self.BLOCK_N // COUNT
+        SLOTS: gl.constexpr = ring.tiles.shape[0]
+        D: gl.constexpr = ring.tiles.shape[2]
+        full = ring.acquire(use)
+        # Rows of a tile lie one after another, for a row of codes is no longer than a swizzle.
+        pages = ring.tiles._reinterpret(
+            ring.tiles.dtype, [SLOTS * COUNT, ROWS, D], ring.tiles.layout
+        )
+        numbers = self.numbers._reinterpret(gl.int32, [COUNT, 1], self.numbers.layout)
+        slot = tile * self.BLOCK_N % self.PAGE_SIZE if self.PAGE_SIZE > self.BLOCK_N else 0
+        # Not a count that the compiler knows, or it would unroll the loop.
+        for i in range(gl.minimum(head, 0) + COUNT):
+            page = gl.sum(numbers.index(i).load(KEY_LAYOUT), 0)
+            target = pages.index(use % SLOTS * COUNT + i).reshape([1, ROWS, 1, D])
+            tma.async_copy_global_to_shared(desc, [page, slot, head, 0], full, target)
+
+
+@gluon.jit
+def make_page_loader(PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    COUNT: gl.constexpr = max(BLOCK_N // PAGE_SIZE, 1)
+    numbers = gl.allocate_shared_memory(gl.int32, [COUNT], LAYOUT)
+    return PageLoader(numbers, PAGE_SIZE, BLOCK_N)
 
 
 @gluon.jit

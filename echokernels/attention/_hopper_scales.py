@@ -9,10 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from echokernels._gluon_compat import aggregate
-from echokernels.attention._hopper_memory import load_pages_of
-
-KEY_LAYOUT = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
-"""Of the keys of a tile over the warp that loads their scales."""
+from echokernels.attention._hopper_memory import KEY_LAYOUT, load_pages_of
 
 
 @aggregate

@@ -11,6 +11,8 @@ A warp has 16 rows. Of a row, four threads hold two columns of every eight. What
 they all hold, [rows, 4]; of its sum each holds a part.
 """
 
+import math
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -21,6 +23,15 @@ NOTHING = gl.constexpr(float("-inf"))
 
 LIMIT = gl.constexpr(256.0)
 """Of what one thread adds up of a row's weights in a tile. Fp16 holds 256 times as much."""
+
+LIMIT_OF_CODES = gl.constexpr(65504.0)
+"""The same where values are converted codes: the largest fp16, which weights then are."""
+
+HEADROOM = gl.constexpr(14)
+"""Where values are converted codes: log2 of a row's largest weight in its first tile, and of what a
+row's weights in a tile add up to when its base grows. Values are in units of their tile then, so a
+small weight may be that of a large value, and a large one that of a sink, which has hardly any:
+weights need all of fp16's range."""
 
 # In PTX: the halves of an int32.
 _LOW = gl.constexpr("{ .reg .b16 other; mov.b32 {$0, other}, $1; }")
@@ -40,42 +51,66 @@ def row_layout(layout):
 
 
 @gluon.jit
-def weigh(s, base, call, dtype: gl.constexpr):
+def weigh(s, base, scale, lift, S: gl.constexpr, dtype: gl.constexpr):
     """(packed weights, their sums, new base, its growth) of scores `of_threads` that may be
-    masked."""
-    S: gl.constexpr = call.S
+    masked.
+
+    scale: what they are multiples of, of each row if S.has_codes; not used with softcap or ALiBi.
+    lift: log2 of what the values of the tile are multiples of; used if S.has_codes.
+    """
     ROWS: gl.constexpr = base.type.layout
-    top = _per_row(gl.max(gl.max(gl.max(s, 3), 1), 1), ROWS)
+    top = per_row(gl.max(gl.max(gl.max(s, 3), 1), 1), ROWS)
     if not (S.has_softcap or S.has_alibi):
-        top = top * call.scale
-        s = s * call.scale  # one instruction with the subtraction below
+        top = top * scale
+        s = s * _spread(scale, S)  # one instruction with the subtraction below
+    if S.has_codes:
+        top += lift - HEADROOM
     top = gl.maximum(base, top)
     # A row that has seen no key yet: 0 makes every exponential 0, not NaN.
     finite = gl.where(top == NOTHING, 0.0, top)
-    p = gl.exp2(s - _per_column(finite))
-    return _packed(p, dtype), _sum_of_thread(p), top, finite - base
+    p = gl.exp2(s - per_column(_less(finite, lift, S)))
+    return _packed(p, dtype), _lowered(_sum_of_thread(p), lift, S), top, finite - base
 
 
 @gluon.jit
-def weigh_on(s, base, call, dtype: gl.constexpr):
+def weigh_on(s, base, scale, lift, S: gl.constexpr, dtype: gl.constexpr):
     """The same of scores without a mask, in rows that have seen a key; the base seldom grows."""
-    S: gl.constexpr = call.S
     ROWS: gl.constexpr = base.type.layout
     if not (S.has_softcap or S.has_alibi):
-        s = s * call.scale
-    x = s - _per_column(base)
+        s = s * _spread(scale, S)
+    x = s - per_column(_less(base, lift, S))
     p = gl.exp2(x)
     packed, sums = _packed(p, dtype), _sum_of_thread(p)
     even, odd = gl.split(x)
     PAIRS: gl.constexpr = packed.shape[1] * 2
     COLUMNS: gl.constexpr = gl.SliceLayout(1, packed.type.layout)
     packed, sums, growth = gl.inline_asm_elementwise(
-        _restart_ptx(PAIRS, dtype), _operands("rff", "rfff", PAIRS),
+        _restart_ptx(PAIRS, dtype, S.has_codes), _operands("rff", "rfff", PAIRS),
         [packed, gl.convert_layout(sums, COLUMNS)[:, None, :], even, odd],
         dtype=(gl.int32, gl.float32, gl.float32), is_pure=True, pack=PAIRS,
     )  # fmt: skip
     growth = _first(growth, ROWS)
-    return packed, _first(sums, ROWS), base + growth, growth
+    return packed, _lowered(_first(sums, ROWS), lift, S), base + growth, growth
+
+
+@gluon.jit
+def _spread(scale, S: gl.constexpr):
+    return per_column(scale) if S.has_codes else scale
+
+
+@gluon.jit
+def _less(base, lift, S: gl.constexpr):
+    """What is subtracted from scores: weights of codes are in units of the values' inverse."""
+    return base - lift if S.has_codes else base
+
+
+@gluon.jit
+def _lowered(sums, lift, S: gl.constexpr):
+    """Of weights in these units: sums of weights."""
+    if S.has_codes:
+        # No product that the assembler could make one of with an addition to come.
+        sums = gl.fma(sums, gl.exp2(-lift), gl.zeros_like(sums))
+    return sums
 
 
 @gluon.jit
@@ -85,7 +120,7 @@ def scaled_down(acc, growth):
     x = of_threads(acc)
     growth = gl.convert_layout(growth, row_layout(x.type.layout))
     x = gl.inline_asm_elementwise(
-        _scale_ptx(COUNT), _operands("f", "ff", COUNT), [x, _per_column(growth)],
+        _scale_ptx(COUNT), _operands("f", "ff", COUNT), [x, per_column(growth)],
         dtype=gl.float32, is_pure=True, pack=COUNT,
     )  # fmt: skip
     return gl.convert_layout(gl.reshape(x, acc.shape), acc.type.layout)
@@ -102,14 +137,14 @@ def as_operand(packed, dtype: gl.constexpr, OUT: gl.constexpr):
 
 
 @gluon.jit
-def _per_row(x, layout: gl.constexpr):
+def per_row(x, layout: gl.constexpr):
     """[rows] as [rows, 4]."""
     x = gl.convert_layout(x, gl.SliceLayout(1, layout))
     return x[:, None] + gl.zeros([BLOCK_ROWS, 4], gl.float32, layout)
 
 
 @gluon.jit
-def _per_column(x):
+def per_column(x):
     """[rows, 4] to go with [rows, columns / 8, 4, 2]."""
     return gl.expand_dims(x[:, None, :], 3)
 
@@ -172,14 +207,15 @@ def _names(kinds, count):
 
 
 @gluon.constexpr_function
-def _restart_ptx(count, dtype):
+def _restart_ptx(count, dtype, has_codes):
     """Outputs: weights, sums, growth. Inputs: weights, sums; scores less the base, even and odd."""
     out, sums, growth, packed, sums_before, even, odd = _names(7, count)
+    limit = LIMIT_OF_CODES.value if has_codes else LIMIT.value
     lines = [
         "{ .reg .f32 s<2>, t<2>, a, b; .reg .pred p;",
         *(f"mov.b32 {o}, {i};" for o, i in zip(out, packed, strict=True)),
         *(f"mov.f32 s{i}, {sums_before[i]}; mov.f32 t{i}, 0f00000000;" for i in range(2)),
-        f"setp.gt.f32 p, s0, {LIMIT.value}; setp.gt.or.f32 p, s1, {LIMIT.value}, p;",
+        f"setp.gt.f32 p, s0, {limit}; setp.gt.or.f32 p, s1, {limit}, p;",
         "vote.sync.any.pred p, p, -1;",
         "@!p bra DONE;",
     ]
@@ -189,6 +225,15 @@ def _restart_ptx(count, dtype):
     for t in ("t0", "t1"):
         for lane in (1, 2):
             lines.append(f"shfl.sync.bfly.b32 a, {t}, {lane}, 31, -1; max.f32 {t}, {t}, a;")
+    if has_codes:
+        # A row's weights shall add up to 2^HEADROOM: many of them are no large weight. With an
+        # infinite sum the maximum tells what they add up to at most.
+        for s, t in (("s0", "t0"), ("s1", "t1")):
+            for lane in (1, 2):
+                lines.append(f"shfl.sync.bfly.b32 a, {s}, {lane}, 31, -1; add.f32 {s}, {s}, a;")
+            lines.append(f"lg2.approx.ftz.f32 a, {s}; add.f32 {t}, {t}, {math.log2(4 * count)};")
+            lines.append(f"min.f32 {t}, {t}, a; sub.f32 {t}, {t}, {float(HEADROOM.value)};")
+            lines.append(f"max.f32 {t}, {t}, 0f00000000;")
     lines.append("mov.f32 s0, 0f00000000; mov.f32 s1, s0;")
     for i in range(count):
         s, t = f"s{i % 2}", f"t{i % 2}"

@@ -19,16 +19,22 @@ from echokernels._target import Target
 from echokernels._tuning import TileConfig
 from echokernels.attention._arguments import alibi_stride, scale_strides
 from echokernels.attention._hopper_consumer import consume
-from echokernels.attention._hopper_convert import convert
+from echokernels.attention._hopper_convert import (
+    Scales,
+    convert,
+    make_scale_memory,
+    prepare_scales,
+)
 from echokernels.attention._hopper_memory import (
     BLOCK_ROWS,
     Shape,
     load_page_ids,
     load_pages,
-    load_pages_of,
     load_rows,
     make_number_ring,
+    make_page_loader,
     make_ring,
+    make_rings_in_turns,
 )
 from echokernels.attention._hopper_order import (
     TABLE,
@@ -40,7 +46,6 @@ from echokernels.attention._hopper_order import (
     take_item,
     work_of,
 )
-from echokernels.attention._hopper_scales import KEY_LAYOUT, Scales, make_scale_tiles
 from echokernels.attention._hopper_tma import (
     GLUON_DTYPES,
     descriptor,
@@ -61,15 +66,11 @@ _LOG2_E = 1.4426950408889634
 
 @gluon.jit
 def _produce(
-    q_desc, k_desc, v_desc, works, q_ring, k_ring, v_ring, scales, counter_ptr, places, lengths,
-    call,
+    q_desc, k_desc, v_desc, works, q_ring, k_ring, v_ring, counter_ptr, places, lengths, call
 ):  # fmt: skip
-    """Takes items; loads the queries of each, and its key tiles from the last to the first. Of
-    codes the scales as well."""
+    """Takes items; loads the queries of each, and its key tiles from the last to the first."""
     S: gl.constexpr = call.S
-    CONSUMERS: gl.constexpr = S.consumers
     PAGE_SIZE: gl.constexpr = S.page_size
-    number = gl.arange(0, S.block_n, layout=KEY_LAYOUT)
     used = 0
     turn = 0
     work = work_of(gl.program_id(0), places, lengths, call)
@@ -88,25 +89,13 @@ def _produce(
                 ids = load_page_ids(table_ptr, tile, work.k_len, PAGE_SIZE, S.block_n)
                 full = k_ring.acquire(used)
                 load_pages(k_desc, ids, tile, kv_head, k_ring.tile(used), full, PAGE_SIZE)
-                if S.has_codes:
-                    key = tile * S.block_n + number
-                    exists = key < work.k_len
-                    page = load_pages_of(table_ptr, key, work.k_len, PAGE_SIZE)
-                    scales.copy_k(used, page, key % PAGE_SIZE, kv_head, exists)
-                    k_ring.arrive_after_copies(used)
             if i == 0:
-                # After the first keys: the place of the queries is taken for longer.
-                for c in gl.static_range(CONSUMERS):
-                    q_row = work.row + c * BLOCK_ROWS
-                    load_rows(q_desc, q_row, work.head, q_ring, turn * CONSUMERS + c)
+                _load_queries(q_desc, q_ring, turn, work, S)
             if PAGE_SIZE == 0:
                 load_rows(v_desc, row, kv_head, v_ring, used)
             else:
                 full = v_ring.acquire(used)
                 load_pages(v_desc, ids, tile, kv_head, v_ring.tile(used), full, PAGE_SIZE)
-                if S.has_codes:
-                    scales.copy_v(used, page, key % PAGE_SIZE, kv_head, exists)
-                    v_ring.arrive_after_copies(used)
             used += 1
             if i == gl.minimum(end - begin - 1, 1):
                 # Now, for two tiles give the time that finding it takes.
@@ -118,18 +107,60 @@ def _produce(
 
 
 @gluon.jit
-def _consume_0(out_desc, out_tiles, works, q_ring, k_ring, v_ring, call):
-    consume(0, out_desc, out_tiles, works, q_ring, k_ring, v_ring, call)
+def _produce_codes(
+    q_desc, k_desc, v_desc, works, q_ring, codes, counter_ptr, places, lengths, call
+):  # fmt: skip
+    """The same of codes, those of K and of V in turns."""
+    S: gl.constexpr = call.S
+    pages = make_page_loader(S.page_size, S.block_n)
+    used = 0
+    turn = 0
+    work = work_of(gl.program_id(0), places, lengths, call)
+    send_work(works, turn, work)
+    while work.seq >= 0:
+        kv_head = work.head // call.group
+        table_ptr = call.table_ptr + work.seq.to(gl.int64) * call.table_stride
+        begin, end = key_tiles(call, work)
+        next_work = work
+        numbers = pages.read(table_ptr, end - 1, work.k_len)
+        for i in range(end - begin):
+            tile = end - 1 - i
+            pages.numbers.store(numbers)
+            numbers = pages.read(table_ptr, gl.maximum(tile - 1, begin), work.k_len)
+            pages.load(k_desc, tile, kv_head, codes, used)
+            if i == 0:
+                _load_queries(q_desc, q_ring, turn, work, S)
+            pages.load(v_desc, tile, kv_head, codes, used + 1)
+            used += 2
+            if i == gl.minimum(end - begin - 1, 1):
+                next_work = work_of(take_item(counter_ptr), places, lengths, call)
+                send_work(works, turn + 1, next_work)
+        turn += 1
+        work = next_work
+    leave(counter_ptr)
 
 
 @gluon.jit
-def _consume_1(out_desc, out_tiles, works, q_ring, k_ring, v_ring, call):
-    consume(1, out_desc, out_tiles, works, q_ring, k_ring, v_ring, call)
+def _load_queries(q_desc, q_ring, turn, work, S: gl.constexpr):
+    """After the first keys: the place of the queries is taken for longer."""
+    CONSUMERS: gl.constexpr = S.consumers
+    for c in gl.static_range(CONSUMERS):
+        load_rows(q_desc, work.row + c * BLOCK_ROWS, work.head, q_ring, turn * CONSUMERS + c)
 
 
 @gluon.jit
-def _consume_2(out_desc, out_tiles, works, q_ring, k_ring, v_ring, call):
-    consume(2, out_desc, out_tiles, works, q_ring, k_ring, v_ring, call)
+def _consume_0(out_desc, out_tiles, works, q_ring, k_ring, v_ring, scales, call):
+    consume(0, out_desc, out_tiles, works, q_ring, k_ring, v_ring, scales, call)
+
+
+@gluon.jit
+def _consume_1(out_desc, out_tiles, works, q_ring, k_ring, v_ring, scales, call):
+    consume(1, out_desc, out_tiles, works, q_ring, k_ring, v_ring, scales, call)
+
+
+@gluon.jit
+def _consume_2(out_desc, out_tiles, works, q_ring, k_ring, v_ring, scales, call):
+    consume(2, out_desc, out_tiles, works, q_ring, k_ring, v_ring, scales, call)
 
 
 # Index tensors may be slices at any offset of larger buffers: their alignment varies at run time.
@@ -188,14 +219,12 @@ def _prefill_hopper_kernel(
 ):
     dtype: gl.constexpr = q_desc.dtype
     q_ring = make_ring(dtype, S.consumers * S.q_slots, BLOCK_ROWS, S.block_d, 1)
-    k_ring = make_ring(dtype, S.slots, S.block_n, S.block_d, S.consumers)
-    v_ring = make_ring(dtype, S.slots, S.block_n, S.block_d, S.consumers)
     out_tiles = q_ring.tiles
     if S.stages_output:
         out_tiles = gl.allocate_shared_memory(
             dtype, [S.consumers, BLOCK_ROWS, S.block_d], q_ring.tiles.layout
         )
-    works = make_number_ring(8, S.consumers + S.has_codes)
+    works = make_number_ring(8, S.consumers + 2 * S.has_codes)
     # A pointer that is absent is not used: any other takes its place.
     call = Call(
         heads, group, keys_in_l2, window_left, window_right, scale, cap,
@@ -209,30 +238,38 @@ def _prefill_hopper_kernel(
         cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr, num_seqs, most_keys, S
     )
     places = WorkList(records_ptr, gl.load(num_tiles_ptr)) if S.has_list else make_table(lengths)
-    uses = (out_desc, out_tiles, works, q_ring, k_ring, v_ring, call)
     if S.has_codes:
-        # A warp's copies of scales arrive beside the codes.
-        k_codes = make_ring(gl.int8, 1, S.block_n, S.block_d, 1, 1 + 32)
-        v_codes = make_ring(gl.int8, 1, S.block_n, S.block_d, 1, 1 + 32)
+        k_ring, v_ring = make_rings_in_turns(gl.float16, S.slots, S.block_n, S.block_d, S.consumers)
+        # Codes and their scales arrive.
+        codes = make_ring(gl.int8, S.code_slots, S.block_n, S.block_d, 1, 2)
+        scale_tiles, units = make_scale_memory(S.code_slots, S.slots, S.block_n)
         scales = Scales(
             k_scale_ptr, k_scale_stride_page, k_scale_stride_slot, k_scale_stride_head,
             v_scale_ptr, v_scale_stride_page, v_scale_stride_slot, v_scale_stride_head,
-            make_scale_tiles(1, S.block_n), make_scale_tiles(1, S.block_n),
+            scale_tiles, units,
         )  # fmt: skip
-        converts = (works, k_codes, v_codes, scales, k_ring, v_ring, call)
-        loads = (
-            q_desc, k_desc, v_desc, works, q_ring, k_codes, v_codes, scales, counter_ptr, places,
-            lengths, call,
+        uses = (out_desc, out_tiles, works, q_ring, k_ring, v_ring, scales, call)
+        code_loads = (
+            q_desc, k_desc, v_desc, works, q_ring, codes, counter_ptr, places, lengths, call
         )  # fmt: skip
         gl.warp_specialize(
-            [(_consume_0, uses), (_consume_1, uses), (convert, converts), (_produce, loads)],
-            [4, 4, 1],
-            [CONSUMER_REGISTERS, CONVERTER_REGISTERS, LOADER_REGISTERS],
+            [
+                (_consume_0, uses),
+                (_consume_1, uses),
+                (convert, (works, codes, scales, k_ring, v_ring, call)),
+                (_produce_codes, code_loads),
+                (prepare_scales, (works, codes, scales, call)),
+            ],
+            [4, 4, 1, 1],
+            [CONSUMER_REGISTERS, CONVERTER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS],
         )
     else:
+        k_ring = make_ring(dtype, S.slots, S.block_n, S.block_d, S.consumers)
+        v_ring = make_ring(dtype, S.slots, S.block_n, S.block_d, S.consumers)
+        uses = (out_desc, out_tiles, works, q_ring, k_ring, v_ring, works, call)
         loads = (
-            q_desc, k_desc, v_desc, works, q_ring, k_ring, v_ring, works, counter_ptr, places,
-            lengths, call,
+            q_desc, k_desc, v_desc, works, q_ring, k_ring, v_ring, counter_ptr, places, lengths,
+            call,
         )  # fmt: skip
         if S.consumers == 2:
             gl.warp_specialize(
@@ -252,7 +289,9 @@ def _prefill_hopper_kernel(
 # warps beside that one they make what the launch took: 168 a thread of 12 warps, 128 of 16.
 _REGISTERS = {2: (232, 40), 3: (160, 32)}
 # The same of codes, and of a converting warp's, of 16 warps.
-_REGISTERS_OF_CODES = 208, 48, 48
+_REGISTERS_OF_CODES = 208, 32, 64
+# Tiles of codes on their way, of K and V in turns.
+_CODE_SLOTS = 4
 
 
 def config(head_dim: int) -> TileConfig:
@@ -325,7 +364,7 @@ def launch_hopper(
     num_seqs = cu_seqlens_q.shape[0] - 1
     most_keys = sum(window) + tile.block_m if min(window) >= 0 else 2**30
     shape = Shape(
-        **_sizes(tile, head_dim, 0 if block_table is None else k.shape[1]),
+        **_sizes(tile, head_dim, 0 if block_table is None else k.shape[1], k_scale is not None),
         has_left=window[0] >= 0,
         has_right=window[1] >= 0,
         has_softcap=softcap > 0,
@@ -334,7 +373,6 @@ def launch_hopper(
         has_lse=lse is not None,
         # With softcap and a window a loop without masks would not fit the registers.
         masks_all=softcap > 0 and window[0] >= 0,
-        has_codes=k_scale is not None,
         has_list=num_seqs > TABLE.value,
         has_cu_seqlens_k=cu_seqlens_k is not None,
         has_seqused_k=seqused_k is not None,
@@ -390,7 +428,7 @@ def launch_hopper(
     )
 
 
-def _sizes(tile: TileConfig, head_dim: int, page_size: int) -> dict[str, Any]:
+def _sizes(tile: TileConfig, head_dim: int, page_size: int, has_codes: bool) -> dict[str, Any]:
     """Those of a Shape."""
     block_d = triton.next_power_of_2(head_dim)
     return {
@@ -402,5 +440,8 @@ def _sizes(tile: TileConfig, head_dim: int, page_size: int) -> dict[str, Any]:
         "q_slots": 2 if block_d == 64 else 1,
         "consumers": tile.block_m // BLOCK_ROWS.value,
         "page_size": page_size,
-        "stages_output": block_d < 256,  # else there is no shared memory left
+        # Else there is no shared memory left.
+        "stages_output": block_d < 256 and not has_codes,
+        "has_codes": has_codes,
+        "code_slots": _CODE_SLOTS,
     }

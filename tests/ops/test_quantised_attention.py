@@ -84,7 +84,7 @@ def test_decode(
 
 @given(
     lengths=st.lists(
-        st.sampled_from([(0, 9), (1, 1), (2, 130), (5, 5), (40, 40), (70, 200)]),
+        st.sampled_from([(0, 9), (1, 1), (2, 130), (5, 5), (40, 40), (70, 200), (130, 700)]),
         min_size=1,
         max_size=3,
     ),
@@ -118,34 +118,75 @@ def test_prefill_from_pages(
 
 @pytest.mark.parametrize("nats", [0.0, 10.0, 20.0])
 @pytest.mark.parametrize("magnitude", [1e-4, 1.0, 1e3])
-@pytest.mark.parametrize("num_splits", [0, 1])
-def test_weights_do_not_underflow(device, nats, magnitude, num_splits):
+@pytest.mark.parametrize("op", ["decode", "decode without splits", "prefill"])
+def test_weights_do_not_underflow(device, nats, magnitude, op):
     """One key without a value takes nearly all of the softmax; what is left is not lost."""
     k_len, head_dim = 131_072 if device.type == "cuda" else 2048, 64
+    if op == "prefill":
+        k_len, head_dim = min(k_len, 512 if INTERPRETED else k_len), 128
     gen = generator(0)
     dtype = torch.float16 if INTERPRETED else torch.bfloat16
-    q = torch.ones(1, 1, head_dim, dtype=dtype, device=device)
     keys, values = torch.zeros(2, k_len, 1, head_dim, dtype=torch.float64)
-    keys[7] = nats / 8
+    keys[7] = nats / head_dim**0.5
     values.copy_(magnitude * (0.5 + torch.rand(values.shape, generator=gen)))
     values[7] = 0
     rows = []
     for x in (keys, values):
         scale = (x.abs().amax(-1) / 127).clamp_min(1e-12).float()
         rows.append(((x / scale[..., None]).round().to(torch.int8), scale))
-    caches = [x.view(-1, 16, 1, head_dim).to(device) for x, _ in rows]
-    scales = [scale.view(-1, 16, 1).to(device) for _, scale in rows]
+    k_cache, v_cache = (x.view(-1, 16, 1, head_dim).to(device) for x, _ in rows)
+    k_scale, v_scale = (scale.view(-1, 16, 1).to(device) for _, scale in rows)
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
     table = torch.arange(k_len // 16, dtype=torch.int32, device=device)[None]
-    out = paged_attention(
-        q, *caches, table, torch.tensor([k_len], device=device), k_scale=scales[0],
-        v_scale=scales[1], num_splits=num_splits,
-    )  # fmt: skip
+    seqused_k = torch.tensor([k_len], device=device)
+    q_len = 80 if op == "prefill" else 1
+    q = torch.ones(q_len, 1, head_dim, dtype=dtype, device=device)
+    if op == "prefill":
+        out = flash_attn_varlen(
+            q, k_cache, v_cache, torch.tensor([0, q_len], device=device), max_seqlen_q=q_len,
+            seqused_k=seqused_k, block_table=table, **scales,
+        )  # fmt: skip
+    else:
+        num_splits = 0 if op == "decode" else 1
+        out = paged_attention(
+            q, k_cache, v_cache, table, seqused_k, num_splits=num_splits, **scales
+        )
     exact_keys, exact_values = (x.double() * scale.double()[..., None] for x, scale in rows)
     weights = torch.softmax(exact_keys[:, 0].sum(-1) * head_dim**-0.5, 0)
     want = weights @ exact_values[:, 0]
     floor = torch.finfo(dtype).smallest_normal
-    error = (out[0, 0].cpu().double() - want).abs() / want.clamp_min(floor)
+    error = (out[:, 0].cpu().double() - want).abs() / want.clamp_min(floor)
     assert error.max() <= 2 * UNIT_ROUNDOFF[dtype]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter has no bf16")
+@pytest.mark.parametrize("magnitude", [1e-20, 1.0, 1e10])
+@pytest.mark.parametrize("spread", [0, 10])
+def test_prefill_of_any_magnitude(device, magnitude, spread):
+    """Queries and values far below and above what fp16 holds, and keys of all sizes in a tile."""
+    gen = generator(0)
+    q_lens, k_lens = [90, 200], [400, 600]
+    q, cache, scales = make_case(
+        k_lens, (8, 2), 128, 16, torch.bfloat16, torch.int8, device, gen, q_lens
+    )
+    q *= magnitude
+    for name, rows, size in (
+        ("k_scale", cache.keys, 1 / magnitude),
+        ("v_scale", cache.values, magnitude),
+    ):
+        for seq, x in enumerate(rows):
+            factor = size * 2.0 ** (spread * (torch.rand(len(x), generator=gen) - 1))
+            x *= factor.to(device)[:, None, None]
+            slots = torch.arange(len(x), device=device)
+            pages = cache.block_table[seq].to(device)[slots // 16].long()
+            scales[name][pages, slots % 16] *= factor.to(device, torch.float32)[:, None]
+    boundaries = torch.tensor([0, 90, 290], device=device)
+    out, lse = flash_attn_varlen(
+        q, cache.k_cache, cache.v_cache, boundaries, seqused_k=cache.seqused_k,
+        block_table=cache.block_table, max_seqlen_q=200, causal=True, return_lse=True, **scales,
+    )  # fmt: skip
+    want = attend_ragged(q, cache.keys, cache.values, q_lens, 128**-0.5, Features(True))
+    check(out, lse, *want, cache.values)
 
 
 def test_a_token_with_a_nan_scale_hides_nothing(device):
