@@ -12,10 +12,10 @@ from echokernels import flash_attn_varlen, paged_attention
 from echokernels._path import forced_path
 from echokernels._target import INTERPRETED, KNOWN_TARGETS, assume
 from echokernels.attention import paged_decode, prefill
-from tests.ops.attention_oracle import Features, attend_ragged, biases, check
+from tests.ops.attention_oracle import Features, attend_ragged, biases, check, values_scale
 from tests.ops.paged_cache import make_cache, quantised
 from tests.strategies import dtypes, generator, poisoned, randn, seeds
-from tests.tolerances import UNIT_ROUNDOFF
+from tests.tolerances import UNIT_ROUNDOFF, assert_close
 
 CODES = [torch.int8, torch.float8_e4m3fn]
 codes = st.sampled_from(CODES)
@@ -160,8 +160,8 @@ def test_weights_do_not_underflow(device, nats, magnitude, op):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter has no bf16")
-@pytest.mark.parametrize("magnitude", [1e-20, 1.0, 1e10])
-@pytest.mark.parametrize("spread", [0, 10])
+@pytest.mark.parametrize("magnitude", [1e-8, 1.0, 1e8])
+@pytest.mark.parametrize("spread", [0, 6])
 def test_prefill_of_any_magnitude(device, magnitude, spread):
     """Queries and values far below and above what fp16 holds, and keys of all sizes in a tile."""
     gen = generator(0)
@@ -176,7 +176,7 @@ def test_prefill_of_any_magnitude(device, magnitude, spread):
     ):
         for seq, x in enumerate(rows):
             factor = size * 2.0 ** (spread * (torch.rand(len(x), generator=gen) - 1))
-            x *= factor.to(device)[:, None, None]
+            x *= factor.to(x)[:, None, None]
             slots = torch.arange(len(x), device=device)
             pages = cache.block_table[seq].to(device)[slots // 16].long()
             scales[name][pages, slots % 16] *= factor.to(device, torch.float32)[:, None]
@@ -185,8 +185,11 @@ def test_prefill_of_any_magnitude(device, magnitude, spread):
         q, cache.k_cache, cache.v_cache, boundaries, seqused_k=cache.seqused_k,
         block_table=cache.block_table, max_seqlen_q=200, causal=True, return_lse=True, **scales,
     )  # fmt: skip
-    want = attend_ragged(q, cache.keys, cache.values, q_lens, 128**-0.5, Features(True))
-    check(out, lse, *want, cache.values)
+    want, want_lse = attend_ragged(q, cache.keys, cache.values, q_lens, 128**-0.5, Features(True))
+    assert_close(out, want, roundings=2, scale=values_scale(cache.values))
+    # Keys may be rounded to fp16; what they make of scores has a variance of 1 at most.
+    error = (lse.cpu().double() - want_lse.cpu()).abs().max()
+    assert error <= UNIT_ROUNDOFF[torch.float16]
 
 
 def test_a_token_with_a_nan_scale_hides_nothing(device):
