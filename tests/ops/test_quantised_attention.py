@@ -112,8 +112,13 @@ def test_prefill_from_pages(
         window=features.window, softcap=features.softcap,
         out=poisoned(*q.shape, dtype=dtype, device=device), return_lse=True, **scales, **extra,
     )  # fmt: skip
-    want = attend_ragged(q, cache.keys, cache.values, q_lens, head_dim**-0.5, features, **extra)
-    check(out, lse, *want, cache.values)
+    want, want_lse = attend_ragged(
+        q, cache.keys, cache.values, q_lens, head_dim**-0.5, features, **extra
+    )
+    assert_close(out, want, roundings=2, scale=values_scale(cache.values))
+    # The kernel for Hopper rounds keys to fp16: scores, of variance 1, are off by up to 2^-11.
+    is_rounded = device.type == "cuda" and dtype != torch.float32
+    assert_close(lse, want_lse, roundings=2**11 if is_rounded else 4, scale=4.0)
 
 
 @pytest.mark.parametrize("nats", [0.0, 10.0, 20.0])
@@ -187,9 +192,7 @@ def test_prefill_of_any_magnitude(device, magnitude, spread):
     )  # fmt: skip
     want, want_lse = attend_ragged(q, cache.keys, cache.values, q_lens, 128**-0.5, Features(True))
     assert_close(out, want, roundings=2, scale=values_scale(cache.values))
-    # Keys may be rounded to fp16; what they make of scores has a variance of 1 at most.
-    error = (lse.cpu().double() - want_lse.cpu()).abs().max()
-    assert error <= UNIT_ROUNDOFF[torch.float16]
+    assert_close(lse, want_lse, roundings=2**11 if device.type == "cuda" else 4, scale=4.0)
 
 
 def test_a_token_with_a_nan_scale_hides_nothing(device):
