@@ -149,6 +149,19 @@ def test_grouped_gemm_of_many_rows(
     assert sum("DEPBAR" in line for line in loop) == 1
 
 
+def test_tiles_are_smaller_where_large_ones_take_one_turn():
+    def columns(rows):
+        x, weight = meta(rows, 14_336), meta(8, 4096, 14_336)
+        args = (meta(rows, 4096), x, weight, meta(9, dtype=INT), None, "none")
+        (kernel,) = compile_op("grouped_gemm", "sm_90", *args)
+        assert local_memory(kernel) == 0
+        (columns,) = {line.split("64x")[1][:3] for line in product_loop(kernel) if "HGMMA" in line}
+        return columns
+
+    assert columns(1024) == "128"
+    assert columns(2048) == "256"
+
+
 def test_many_rows_run_the_kernel_for_them():
     def kernel_of(rows, depth):
         x, weight = meta(rows, depth), meta(8, 64, depth)
