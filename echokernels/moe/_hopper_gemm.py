@@ -185,6 +185,7 @@ def launch_hopper(
         gathers=gathers,
         has_row_weights=row_weights is not None,
         even_k=depth % BLOCK_K.value == 0,
+        even_width=width * out.element_size() % 16 == 0,
     )
     row_tiles = most_row_tiles(num_rows, num_experts, config.block_m)
     consumer_registers, loader_registers = _REGISTERS_GATHERING if gathers else _REGISTERS

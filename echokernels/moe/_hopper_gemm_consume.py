@@ -101,7 +101,7 @@ def _store(out, row, rows, column, out_desc, out_tile, call):
         weights = gl.load(call.row_weights_ptr + row + i, mask=i < rows, other=0.0)
         out = out * weights[:, None]
     out = out.to(call.out_ptr.dtype.element_ty)
-    if rows >= BLOCK_ROWS:
+    if S.even_width and rows >= BLOCK_ROWS:
         tma.store_wait(0)  # what was stored from here before has been read
         out_tile.store(out)
         fence_async_shared()

@@ -30,6 +30,8 @@ class Shape(NamedTuple):
     gathers: bool  # rows of x
     has_row_weights: bool
     even_k: bool  # BLOCK_K divides K
+    # Rows of `out` are multiples of 16 bytes: TMA stores no less, and goes beyond the last column.
+    even_width: bool
 
     @property
     def gated(self) -> bool:

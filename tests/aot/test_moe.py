@@ -141,6 +141,8 @@ def test_grouped_gemm_of_many_rows(
         (kernel,) = compile_launch(launch_grouped_gemm, "sm_90", *args)
     assert kernel.name == "grouped_gemm_hopper_kernel"
     assert local_memory(kernel) == 0
+    # TMA stores 16 bytes at least, so what is beside an odd width would be overwritten.
+    assert ("global.shared::cta" in kernel.asm["ptx"]) == (width % 8 == 0)
     loop = product_loop(kernel)
     products = [line for line in loop if "HGMMA" in line]
     # All columns of a tile at once, and no wait between the products of a stage.

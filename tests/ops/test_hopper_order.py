@@ -68,7 +68,8 @@ def shape_of(consumers, has_list, paged):
         head_dim=64, block_d=64, block_n=128, slots=2, q_slots=1, consumers=consumers,
         page_size=16 if paged else 0, has_left=False, has_right=True, has_softcap=False,
         has_alibi=False, has_sinks=False, has_lse=False, masks_all=False, stages_output=True,
-        has_codes=False, has_list=has_list, has_cu_seqlens_k=not paged, has_seqused_k=paged,
+        has_codes=False, code_slots=0, has_list=has_list, has_cu_seqlens_k=not paged,
+        has_seqused_k=paged,
     )  # fmt: skip
 
 

@@ -116,9 +116,9 @@ def test_prefill_from_pages(
         q, cache.keys, cache.values, q_lens, head_dim**-0.5, features, **extra
     )
     assert_close(out, want, roundings=2, scale=values_scale(cache.values))
-    # The kernel for Hopper rounds keys to fp16: scores, of variance 1, are off by up to 2^-11.
+    # The kernel for Hopper rounds keys and their scales to fp16, which scores are off by.
     is_rounded = device.type == "cuda" and dtype != torch.float32
-    assert_close(lse, want_lse, roundings=2**11 if is_rounded else 4, scale=4.0)
+    assert_close(lse, want_lse, roundings=2**12 if is_rounded else 4, scale=4.0)
 
 
 @pytest.mark.parametrize("nats", [0.0, 10.0, 20.0])
@@ -192,7 +192,7 @@ def test_prefill_of_any_magnitude(device, magnitude, spread):
     )  # fmt: skip
     want, want_lse = attend_ragged(q, cache.keys, cache.values, q_lens, 128**-0.5, Features(True))
     assert_close(out, want, roundings=2, scale=values_scale(cache.values))
-    assert_close(lse, want_lse, roundings=2**11 if device.type == "cuda" else 4, scale=4.0)
+    assert_close(lse, want_lse, roundings=2**12 if device.type == "cuda" else 4, scale=4.0)
 
 
 def test_a_token_with_a_nan_scale_hides_nothing(device):
