@@ -3,9 +3,10 @@
 
 A layer is timed as a whole, for its second launch begins in the first: choices as they come
 (moe/_direct.py) under every pair of tiles, and in the order of their experts, with some tiles of
-the grouped products and with those that the op chooses. Experts differ from call to call, so that
-weights come from memory. A result is checked before it is timed; kernels are compiled first, by
-several processes.
+the grouped products and with those that the op chooses. From 4 choices an expert on these are tiles
+of the kernel for Hopper, with and without the second product's weights loaded early. Experts differ
+from call to call, so that weights come from memory. A result is checked before it is timed; kernels
+of few choices are compiled first, by several processes.
 """
 
 import argparse
@@ -30,6 +31,7 @@ from bench.suites import FULL, Experts
 from bench.timing import graph_us, make_round
 from echokernels._tuning import TileConfig, forced
 from echokernels.moe import fused_moe as layer_op
+from echokernels.moe._hopper_gemm import HopperTile
 from echokernels.moe.grouped_gemm import GroupedTile
 
 _SETS = 8  # of inputs, each with experts of its own
@@ -51,12 +53,14 @@ _GROUPED = (
     (64, 128, 4, 4, 16, 2), (64, 128, 4, 3, 16, 2), (64, 128, 4, 3, 16, 3), (64, 128, 4, 4, 16, 3),
     (32, 128, 2, 4, 16, 4), (128, 64, 4, 4, 16, 2), (128, 128, 4, 3, 16, 1),
 )  # fmt: skip
+# Weight rows, stages.
+_HOPPER = ((256, 4), (256, 3), (128, 6), (128, 4))
 
 
 class Tiles(NamedTuple):
     """Of the ops that are forced; none: those that the op chooses."""
 
-    path: str  # "direct" or "ordered"
+    path: str  # "direct", "ordered", or "late": ordered, no weights loaded early
     tiles: Mapping[str, TileConfig]
 
 
@@ -68,9 +72,15 @@ class Given(NamedTuple):
     ids: Tensor
 
 
-def _all_tiles(shape: Experts) -> Iterator[Tiles]:
-    yield Tiles("direct", {})
+def _all_tiles(shape: Experts, tokens: int) -> Iterator[Tiles]:
     yield Tiles("ordered", {})
+    if tokens * shape.chosen >= 4 * shape.count:
+        yield Tiles("late", {})
+        for path in ("ordered", "late"):
+            for rows, stages in _HOPPER:
+                yield Tiles(path, {"grouped_gemm_hopper": HopperTile(128, rows, num_stages=stages)})
+        return
+    yield Tiles("direct", {})
     for tile in _GROUPED:
         yield Tiles("ordered", {"grouped_gemm": GroupedTile(*tile)})
     for first in _GATE_UP:
@@ -80,15 +90,17 @@ def _all_tiles(shape: Experts) -> Iterator[Tiles]:
 
 
 def _run(tiles: Tiles, given: Given) -> Tensor:
-    choose = layer_op._takes_direct
+    choose, multiply = layer_op._takes_direct, layer_op.launch_grouped_gemm
     layer_op._takes_direct = lambda *_: tiles.path == "direct"
+    if tiles.path == "late":
+        layer_op.launch_grouped_gemm = lambda *args, **_: multiply(*args)
     try:
         with ExitStack() as stack:
             for op, tile in tiles.tiles.items() or [("none", TileConfig(0, 0))]:
                 stack.enter_context(forced(op, tile))
             return echokernels.fused_moe(*given)
     finally:
-        layer_op._takes_direct = choose
+        layer_op._takes_direct, layer_op.launch_grouped_gemm = choose, multiply
 
 
 def _given(shape: Experts, tokens: int, w1: Tensor, w2: Tensor) -> Given:
@@ -119,7 +131,7 @@ def _compile_all(shape: Experts, workers: int) -> None:
     """Each tile once: the n-th of the first kind together with the n-th of the second."""
     jobs: list[Tiles] = []
     seen: set[tuple[str, TileConfig]] = set()
-    for tiles in _all_tiles(shape):
+    for tiles in _all_tiles(shape, tokens=1):
         fresh = {(op, tile) for op, tile in tiles.tiles.items()} - seen
         if fresh or not tiles.tiles:
             jobs.append(tiles)
@@ -133,7 +145,7 @@ def _compile_all(shape: Experts, workers: int) -> None:
 def _measure(shape: Experts, given: list[Given]) -> list[tuple[float, Tiles]]:
     expected = formulas.fused_moe_grouped(*given[0])
     device, found = given[0].x.device, []
-    for tiles in _all_tiles(shape):
+    for tiles in _all_tiles(shape, given[0].x.shape[0]):
         try:
             error = row_error(_run(tiles, given[0]), expected)
             if error > _TOLERANCE:
@@ -173,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 found = _measure(shape, given)
                 rows = [(f"{name}_T{tokens}", t.path, _text(t), round(us, 2)) for us, t in found]
                 writer.writerows(rows)
-                for row in [*rows[:12], *(r for r in rows[12:] if r[1] == "ordered")]:
+                for row in [*rows[:12], *(r for r in rows[12:] if r[1] != "direct")]:
                     print(*row, flush=True)
                 file.flush()
             print(f"measured after {time.monotonic() - start:.0f} s", flush=True)

@@ -6,8 +6,9 @@ tiles and loads by TMA, two gather rows of x where they do not stand in order
 read the same weights. One whose rows are all beyond the expert's end leaves the tensor cores to the
 other: the arithmetic follows the number of rows in steps of 64.
 
-While results are rounded and stored, the first stages of the next tile are on their way. What it
-computes is what the portable kernel in grouped_gemm.py does.
+While results are rounded and stored, the first stages of the next tile are on their way. Of a
+program's first tile the weights are, while the kernel before finishes, if only x is of that kernel.
+What it computes is what the portable kernel in grouped_gemm.py does.
 """
 
 from dataclasses import dataclass
@@ -96,10 +97,11 @@ def grouped_gemm_hopper_kernel(
         row_weights_ptr if S.has_row_weights else offsets_ptr,
         out_ptr, out_stride, num_experts, width, K, k, group, S,
     )  # fmt: skip
-    wait_for_previous(PDL)
-    let_next_start(PDL)
+    if not S.early_weights:
+        wait_for_previous(PDL)
+        let_next_start(PDL)
     uses = (out_desc, out_tiles, works, stages, call)
-    loads = (x, weight_desc, works, stages, call)
+    loads = (x, weight_desc, works, stages, call, PDL)
     if S.gathers:
         copies = (x, x_stride, works, stages, call)
         gl.warp_specialize(
@@ -167,6 +169,7 @@ def launch_hopper(
     activation: str,
     choices: torch.Tensor | None,
     k: int,
+    early_weights: bool,
 ) -> None:
     (num_rows, width), (num_experts, weight_size, depth) = out.shape, weight.shape
     key = (num_rows, num_experts, weight_size, depth, activation, target.name)
@@ -183,6 +186,7 @@ def launch_hopper(
         slots=config.num_stages,
         block_e=max(triton.next_power_of_2(num_experts), 32),
         gathers=gathers,
+        early_weights=early_weights and not gathers,
         has_row_weights=row_weights is not None,
         even_k=depth % BLOCK_K.value == 0,
         even_width=width * out.element_size() % 16 == 0,

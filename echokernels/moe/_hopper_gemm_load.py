@@ -11,43 +11,66 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from echokernels._pdl import let_next_start, wait_for_previous
 from echokernels.attention._hopper_memory import BLOCK_ROWS
 from echokernels.moe._hopper_gemm_memory import BLOCK_K
 from echokernels.moe._hopper_gemm_work import count_tiles, receive_work, send_work, work_of
 
 
 @gluon.jit
-def load(x_desc, weight_desc, works, stages, call):
+def load(x_desc, weight_desc, works, stages, call, PDL: gl.constexpr):
     """Takes tiles and tells the others; loads their weights, and rows of x that stand in order."""
+    S: gl.constexpr = call.S
     counts = count_tiles(call)
     tile = gl.program_id(0)
     work = work_of(tile, counts, call)
     send_work(works, 0, work)
     steps = call.steps()
+    begun = 0
+    if S.early_weights:
+        begun = gl.where(work.rows > 0, gl.minimum(steps, S.slots), 0)
+        for step in range(begun):
+            _load_weights(weight_desc, stages, step, step, work, call)
+        wait_for_previous(PDL)
+        let_next_start(PDL)
+        for step in range(begun):
+            _load_rows(x_desc, stages, step, step, work, call)
     used = 0
     turn = 0
     while work.rows > 0:
-        next_work = work
         turn += 1
         tile += gl.num_programs(0)
-        for step in range(steps):
-            _load_stage(x_desc, weight_desc, stages, used + step, step * BLOCK_K, work, call)
-            if step == gl.minimum(steps - 1, 1):
-                # Now, for the stages on their way give the time that finding it takes.
-                next_work = work_of(tile, counts, call)
-                send_work(works, turn, next_work)
+        few = gl.minimum(steps, gl.maximum(begun, 2))
+        for step in range(begun, few):
+            _load_stage(x_desc, weight_desc, stages, used + step, step, work, call)
+        # Now, for the stages on their way give the time that finding it takes.
+        next_work = work_of(tile, counts, call)
+        send_work(works, turn, next_work)
+        for step in range(few, steps):
+            _load_stage(x_desc, weight_desc, stages, used + step, step, work, call)
         used += steps
+        begun = 0
         work = next_work
 
 
 @gluon.jit
-def _load_stage(x_desc, weight_desc, stages, use, column, work, call):
+def _load_stage(x_desc, weight_desc, stages, use, step, work, call):
+    S: gl.constexpr = call.S
+    _load_weights(weight_desc, stages, use, step, work, call)
+    if not S.gathers:
+        _load_rows(x_desc, stages, use, step, work, call)
+
+
+@gluon.jit
+def _load_weights(weight_desc, stages, use, step, work, call):
+    """And expects all that comes by TMA."""
     S: gl.constexpr = call.S
     CONSUMERS: gl.constexpr = S.consumers
     HALF: gl.constexpr = S.block_w // 2
     BYTES: gl.constexpr = weight_desc.dtype.primitive_bitwidth // 8
     WEIGHT_BYTES: gl.constexpr = S.block_w * BLOCK_K * BYTES
     ROW_BYTES: gl.constexpr = BLOCK_ROWS * BLOCK_K * BYTES
+    column = step * BLOCK_K
     full = stages.full(use)
     stages.weights.wait_empty(use)
     if S.gathers:
@@ -72,12 +95,16 @@ def _load_stage(x_desc, weight_desc, stages, use, column, work, call):
     tma.async_copy_global_to_shared(
         weight_desc, [work.expert, second, column], full, weights.slice(1, 1, 0)
     )
-    if not S.gathers:
-        for c in gl.static_range(CONSUMERS):
-            tma.async_copy_global_to_shared(
-                x_desc, [work.row + c * BLOCK_ROWS, column], full, stages.rows_of(use, c),
-                pred=work.rows > c * BLOCK_ROWS,
-            )  # fmt: skip
+
+
+@gluon.jit
+def _load_rows(x_desc, stages, use, step, work, call):
+    CONSUMERS: gl.constexpr = call.S.consumers
+    for c in gl.static_range(CONSUMERS):
+        tma.async_copy_global_to_shared(
+            x_desc, [work.row + c * BLOCK_ROWS, step * BLOCK_K], stages.full(use),
+            stages.rows_of(use, c), pred=work.rows > c * BLOCK_ROWS,
+        )  # fmt: skip
 
 
 @gluon.jit

@@ -28,6 +28,7 @@ class Shape(NamedTuple):
     slots: int  # stages on their way
     block_e: int  # a power of two, at least the number of experts
     gathers: bool  # rows of x
+    early_weights: bool  # loaded before the kernel before this one is done
     has_row_weights: bool
     even_k: bool  # BLOCK_K divides K
     # Rows of `out` are multiples of 16 bytes: TMA stores no less, and goes beyond the last column.

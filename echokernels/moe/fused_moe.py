@@ -176,7 +176,7 @@ def _launch(
         counts=counts.view(torch.int32),
     )  # fmt: skip
     launch_grouped_gemm(between, x, w1, offsets, None, activation, choices, k)
-    launch_grouped_gemm(products, between, w2, offsets, None, "none")
+    launch_grouped_gemm(products, between, w2, offsets, None, "none", early_weights=True)
     launch_unpermute(out, products, rows, weights)
 
 

@@ -233,17 +233,23 @@ def launch_grouped_gemm(
     activation: str,
     choices: torch.Tensor | None = None,
     k: int = 1,
+    early_weights: bool = False,
 ) -> None:
     """choices: int32 [rows], of which token and expert (token * k + j) each row of `out` is; x then
-    has a row for each token. Without them a row for each of `out`."""
+    has a row for each token. Without them a row for each of `out`.
+
+    early_weights: the kernel before this one has written x and nothing else that this one reads,
+    and let it start only after waiting for what came before: what else is read may be read while
+    that kernel finishes."""
     (num_rows, width), (num_experts, weight_size, depth) = out.shape, weight.shape
     if num_rows == 0:
         return
     target, itemsize = target_of(x.device), x.element_size()
     if _runs_hopper(target, out, x, weight):
         _hopper_gemm.launch_hopper(
-            target, out, x, weight, expert_offsets, row_weights, activation, choices, k
-        )
+            target, out, x, weight, expert_offsets, row_weights, activation, choices, k,
+            early_weights,
+        )  # fmt: skip
         return
     shapes = (num_rows, num_experts, weight_size, itemsize, target)
     config = select("grouped_gemm", (*shapes[:-1], target.name), lambda: _config(*shapes))

@@ -110,7 +110,7 @@ def test_grouped_gemm(target, dtype, rows, experts, width, depth, activation):
         assert not spills_in_loops(kernel)
 
 
-@pytest.mark.parametrize("gathers", [False, True])
+@pytest.mark.parametrize("reads", ["in order", "weights early", "gathers"])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "width", "depth", "activation", "experts", "block_n"),
@@ -125,9 +125,9 @@ def test_grouped_gemm(target, dtype, rows, experts, width, depth, activation):
     ],
 )
 def test_grouped_gemm_of_many_rows(
-    gathers, weighted, dtype, width, depth, activation, experts, block_n
+    reads, weighted, dtype, width, depth, activation, experts, block_n
 ):
-    rows, tokens = 32_768, 4096
+    rows, tokens, gathers = 32_768, 4096, reads == "gathers"
     size = width if activation == "none" else 2 * width
     choices = meta(rows, dtype=INT) if gathers else None
     x = meta(tokens if gathers else rows, depth, dtype=dtype)
@@ -135,6 +135,7 @@ def test_grouped_gemm_of_many_rows(
     args = (
         out, x, meta(experts, size, depth, dtype=dtype), meta(experts + 1, dtype=INT),
         meta(rows, dtype=FP32) if weighted else None, activation, choices, 8,
+        reads == "weights early",
     )  # fmt: skip
     tile = HopperTile(128, block_n, num_stages=4)
     with forced_path("hopper"), forced("grouped_gemm_hopper", tile):
