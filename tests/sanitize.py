@@ -25,6 +25,7 @@ VARIANTS: dict[str, tuple[int, torch.dtype, int, int, dict[str, Any]]] = {
     "biased": (128, torch.bfloat16, 3, 0, {"causal": True, "biased": True}),
     "pages": (128, torch.bfloat16, 3, 16, CAUSAL),
     "codes": (128, torch.bfloat16, 3, 16, {"causal": True, "codes": True}),
+    "codes-d64": (64, torch.float16, 3, 64, {"codes": True}),
     "d64": (64, torch.bfloat16, 3, 0, CAUSAL),
     "d64-pages": (64, torch.float16, 3, 64, CAUSAL),
     "d96": (96, torch.bfloat16, 3, 0, CAUSAL),

@@ -305,7 +305,8 @@ def _launch(
         target, q, k, v, out, num_seqs, block_table, softmax_scale
     ):
         head_dim = q.shape[2]
-        tile = select("flash_attn_varlen_hopper", head_dim, lambda: prefill_hopper.config(head_dim))
+        shape = (head_dim, k_scale is not None)
+        tile = select("flash_attn_varlen_hopper", shape, lambda: prefill_hopper.config(*shape))
         window = (window_left, 0 if causal else window_right)
         prefill_hopper.launch_hopper(
             tile, target, out, lse, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table,

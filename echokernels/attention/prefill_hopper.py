@@ -294,15 +294,20 @@ _REGISTERS_OF_CODES = 208, 32, 64
 _CODE_SLOTS = 4
 
 
-def config(head_dim: int) -> TileConfig:
+def config(head_dim: int, has_codes: bool) -> TileConfig:
     """block_m queries by block_n keys; num_stages tiles of K and of V on their way."""
-    block_d = triton.next_power_of_2(head_dim)
+    block_d = _block_d(head_dim, has_codes)
     # A small head leaves room for the registers of three consumers.
     return TileConfig(
         block_m=(3 if block_d == 64 else 2) * BLOCK_ROWS.value,
         block_n=64 if block_d == 256 else 128,
         num_stages=4 if block_d == 64 else 2,
     )
+
+
+def _block_d(head_dim: int, has_codes: bool) -> int:
+    """Small heads of codes are as wide as large ones: a tile that converts fast is."""
+    return max(triton.next_power_of_2(head_dim), 128 if has_codes else 0)
 
 
 def can_run(
@@ -328,15 +333,15 @@ def can_run(
     if not 32 < head_dim <= 256 or head_dim % 8 or softmax_scale <= 0:
         return False
     if block_table is not None:
-        page_size = k.shape[1]
-        if page_size < _LEAST_SLOTS or not fills_tiles(page_size, config(head_dim).block_n):
+        page_size, block_n = k.shape[1], config(head_dim, k.dtype != q.dtype).block_n
+        if page_size < _LEAST_SLOTS or not fills_tiles(page_size, block_n):
             return False
     return all(is_addressable(x) for x in (q, k, v, out))
 
 
 def _converts(codes: torch.dtype, head_dim: int) -> bool:
-    """Tiles of larger heads leave no shared memory for codes, and three consumers no registers."""
-    return codes == torch.int8 and 64 < head_dim <= 128
+    """Tiles of larger heads leave no shared memory for codes."""
+    return codes == torch.int8 and head_dim <= 128
 
 
 def launch_hopper(
@@ -430,7 +435,7 @@ def launch_hopper(
 
 def _sizes(tile: TileConfig, head_dim: int, page_size: int, has_codes: bool) -> dict[str, Any]:
     """Those of a Shape."""
-    block_d = triton.next_power_of_2(head_dim)
+    block_d = _block_d(head_dim, has_codes)
     return {
         "head_dim": head_dim,
         "block_d": block_d,

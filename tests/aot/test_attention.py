@@ -146,7 +146,7 @@ def compile_hopper(head_dim, name):
 def loops_without_masks(kernel, head_dim):
     """Of each consumer the loop over key tiles that need no mask, less what is jumped over while
     the base of the weights stays."""
-    shape = prefill_hopper.config(head_dim)
+    shape = prefill_hopper.config(head_dim, has_codes=False)
     products = (triton.next_power_of_2(head_dim) + shape.block_n) // 16
     for body in loops(kernel):
         votes = [at for at, line in enumerate(body) if "VOTE" in line]
@@ -264,7 +264,7 @@ def test_decode_hopper_from_codes(head_dim, variant):
     assert not [line for line in product_loop(kernel) if re.search(r"\bSTS\b", line)]
 
 
-@pytest.mark.parametrize("head_dim", [96, 128])
+@pytest.mark.parametrize("head_dim", [48, 64, 96, 128])
 def test_prefill_hopper_from_codes(head_dim):
     args = prefill_args(head_dim, torch.bfloat16, 4096, codes=torch.int8, page_size=16)
     kernel = compile_op("flash_attn_varlen", "sm_90", *args)[-1]
@@ -285,7 +285,7 @@ def test_hopper_leaves_other_codes_alone():
         decode_args(128, torch.bfloat16, **variant)
         for variant in ({"codes": torch.float8_e4m3fn}, {"codes": torch.int8, "queries": 8})
     )
-    prefill = prefill_args(64, torch.bfloat16, 4096, codes=torch.int8, page_size=16)
+    prefill = prefill_args(256, torch.bfloat16, 4096, codes=torch.int8, page_size=16)
     for op, args in (
         ("paged_attention", fp8),
         ("paged_attention", wide),
