@@ -26,7 +26,8 @@ what it returns; `echo-packet` is `torch.ops.echo.<op>`, `echo-overload` its `.d
 LADDER = """\
 One sequence, 32/8 heads, head dim 128: microseconds, in brackets KiB of scratch memory. `gathered`
 copies all keys into one tensor first; `not-split` gives each KV head one program (PagedAttention
-V1); `splits-of-64` is flash decoding at its finest; `echo` chooses.
+V1); `splits-of-64` is flash decoding at its finest; `echo` chooses. `int8` reads INT8 pages, whose
+bytes are half; `int8-dequantised-first` makes pages of bf16 of them first.
 """
 
 LAYOUT = """\
